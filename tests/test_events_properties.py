@@ -1,0 +1,212 @@
+"""Random tables: the package against the plain-Python oracle, the ledger, decoding, and equal bytes for every layout of the same input."""
+import json, math, os, subprocess, sys
+from datetime import date, datetime, timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np, polars as pl, pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+import oracle
+from events_tables import make_frames, run_job, write_files
+from fastseqprep.hashing import shard_of
+from fastseqprep.source import DataSource
+from fastseqprep.tokenizer import Tokenizer
+from fastseqprep.events import PRAGMADataset
+from fastseqprep.dataloader import PRAGMADataLoader
+
+HERE = Path(__file__).parent
+quick = settings(max_examples=int(os.environ.get('FSP_EXAMPLES', 60)), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+# ---------------------------------------------------------------- random tables
+WORDS = ['a', 'b', 'B', 'é', '', '1', '1.0', '[MASK]', '[UNK]', '\\[UNK]', '<bucket_1>', 'positive', 'x|y', ' ', 'true', '日本']
+TEXTS = ['', '[UNK]', '[MASK] it', 'red', 'blue fish', 'one two  two', 'ünï', '1.0', 'a', "it's", '\n', '日本']
+NUMBERS = [0., -0., 1., -1., 2.5, -2.5, 3., 1e6, .125, math.nan, math.inf, -math.inf]
+opt = lambda s: st.none() | s
+INT_IDS, STR_IDS = [3, 1, -7, 10, 2**40], ['b', 'a', 'B', 'é', '10', '9']
+CELLS = {  # kind of column: (polars type, cells, role)
+    'word': (pl.String, opt(st.sampled_from(WORDS)), 'cats'), 'int': (pl.Int64, opt(st.integers(-3, 3)), 'cats'), 'flag': (pl.Boolean, opt(st.booleans()), 'cats'),
+    'day': (pl.Date, opt(st.sampled_from([date(1960, 1, 1), date(2020, 2, 29), date(1970, 1, 1)])), 'cats'),
+    'stamp': (pl.Datetime('us'), opt(st.sampled_from([datetime(2020, 1, 1), datetime(2020, 1, 1, 1, 2, 3, 456), datetime(1969, 12, 31, 23, 59, 59)])), 'cats'),
+    'amount': (pl.Float64, opt(st.sampled_from(NUMBERS)), 'conts'), 'count': (pl.Int64, opt(st.integers(-4, 20)), 'conts'),
+    'numeral': (pl.String, opt(st.sampled_from(['1', '2.5', '-7', '1e3', 'abc', ' 2', '', '.5', 'nan', 'inf', '1_0', '0'])), 'conts'),
+    'on': (pl.Boolean, opt(st.booleans()), 'conts'),
+    'net': (pl.Float64, opt(st.sampled_from(NUMBERS)), 'signed'), 'delta': (pl.Int64, opt(st.integers(-2, 2)), 'signed'),
+    'note': (pl.String, opt(st.sampled_from(TEXTS)), 'texts'), 'memo': (pl.String, opt(st.sampled_from(TEXTS)), 'texts')}
+MILESTONES = {'born': (pl.Date, opt(st.dates(date(1965, 1, 1), date(1975, 1, 1)))),
+              'joined': (pl.Datetime('us'), opt(st.datetimes(datetime(1969, 12, 31), datetime(1970, 1, 2))))}
+INSTANTS = {'seconds': (pl.Int64, st.integers(-40, 40)), 'moments': (pl.Datetime('us'), st.integers(-80, 80).map(lambda h: oracle.EPOCH + timedelta(microseconds=500_000 * h))),
+            'days': (pl.Date, st.integers(-2, 2).map(lambda d: date(1970, 1, 1) + timedelta(days=d))), 'floats': (pl.Float64, st.integers(-40, 40).map(float)),
+            'digits': (pl.String, st.integers(-40, 40).map(str))}
+
+
+@st.composite
+def tables(draw):
+    "(profile, events, entity ids' type, settings): `(frame, roles)` for each source"
+    ids = draw(st.sampled_from([INT_IDS, STR_IDS]))
+    id_type = pl.Int64 if ids is INT_IDS else pl.String
+    def columns(k): return draw(st.lists(st.sampled_from(list(CELLS)), min_size=1, max_size=k, unique=True))
+    def frame(owners, cols, extra):
+        cells = {c: CELLS[c][:2] for c in cols} | extra
+        data = {'id': owners} | {c: [draw(s) for _ in owners] for c, (_, s) in cells.items()}
+        return pl.DataFrame(data, schema={'id': id_type} | {c: t for c, (t, _) in cells.items()}, strict=False)
+    def roles(cols, **kw):
+        r = {role: [c for c in cols if CELLS[c][2] == role] for role in ('cats', 'conts', 'texts')}
+        signed = [c for c in cols if CELLS[c][2] == 'signed']
+        return {**r, 'conts': r['conts'] + signed, 'signed_conts': signed, **kw}
+    prof = None
+    if draw(st.booleans()):
+        owners = draw(st.lists(st.sampled_from(ids), min_size=1, unique=True))
+        cols, life = columns(5), draw(st.lists(st.sampled_from(list(MILESTONES)), unique=True))
+        prof = frame(owners, cols, {c: MILESTONES[c] for c in life}), roles(cols, lifelong=life)
+    events = []
+    for i in range(draw(st.integers(0 if prof else 1, 2))):
+        owners = draw(st.lists(st.sampled_from(ids), min_size=1, max_size=10))
+        cols, (when, times), holes = columns(4), INSTANTS[draw(st.sampled_from(list(INSTANTS)))], draw(st.booleans())
+        events.append((frame(owners, cols, {'when': (when, opt(times) if holes else times)}), roles(cols, time_col='when', **(dict(null_time='drop') if holes else {}))))
+    fit = dict(num_buckets=draw(st.sampled_from([2, 3, 10])), cardinality_threshold=draw(st.sampled_from([1, 3, 100])))
+    limits = draw(st.fixed_dictionaries({}, optional=dict(max_profile_toks=st.integers(0, 4), max_lifelong_toks=st.integers(0, 2), max_events=st.integers(0, 4),
+                                                          max_event_toks=st.integers(0, 4))))
+    return prof, events, fit, dict(eval_time=draw(st.integers(-30, 60)), n_shards=draw(st.integers(1, 3))), dict(max_tokens=draw(st.integers(1, 40)), **limits)
+
+
+def package_run(prof, events, fit, write, out):
+    "Fit and write with the package: (tokenizer, sources)"
+    p = DataSource(prof[0], entity_col='id', is_profile=True, name='profile', **prof[1]) if prof else None
+    es = [DataSource(df, entity_col='id', name=f'events{i}', **roles) for i, (df, roles) in enumerate(events)]
+    ds = PRAGMADataset(p, es, 'id', out, progress=False)
+    tok = ds.fit_tokenizer(**fit)
+    ds.write_kv(**write)
+    return tok, ([p] if p else []) + es
+
+
+def oracle_run(prof, events, fit, write, **kw):
+    p = oracle.Source(prof[0].to_dicts(), name='profile', **prof[1]) if prof else None
+    es = [oracle.Source(df.to_dicts(), name=f'events{i}', **{k: v for k, v in roles.items() if k != 'null_time'}) for i, (df, roles) in enumerate(events)]
+    f = oracle.Fit(([p] if p else []) + es, **fit)
+    return f, *oracle.token_rows(f, p, es, 'id', write['eval_time'], **kw)
+
+
+def shard_rows(out):
+    return [r for i in range(len(list(Path(out).glob('shard_*.parquet')))) for r in pl.read_parquet(Path(out)/f'shard_{i}.parquet').to_dicts()]
+
+
+def near(got, want, rel):
+    "Equal nested lists, floats within a tolerance"
+    if isinstance(want, (list, tuple)): return len(got) == len(want) and all(near(g, w, rel) for g, w in zip(got, want))
+    if isinstance(want, dict): return set(got) == set(want) and all(near(got[k], want[k], rel) for k in want)
+    if isinstance(want, float): return math.isclose(got, want, rel_tol=rel, abs_tol=rel)
+    return got == want
+
+
+@quick
+@given(tables())
+def test_the_job_equals_the_oracle(t):
+    "Vocabulary, rows and batches; every row in is a row out or in the ledger; tokens decode to the values they came from"
+    prof, events, fit, write, load = t
+    f, want, counts = oracle_run(prof, events, fit, write)
+    with TemporaryDirectory() as out:
+        tok, sources = package_run(prof, events, fit, write, out)
+        got = shard_rows(out)
+        check_vocabulary(tok, f)
+        assert Tokenizer(**fit).fit(sources).hash == tok.hash == Tokenizer.load(out).hash
+        check_rows(got, want, write['n_shards'])
+        check_ledger(json.loads((Path(out)/'manifest.json').read_text()), counts)
+        check_decoding(Tokenizer.load(out), got)
+        check_batches(out, write['n_shards'], want, load)
+
+
+def check_vocabulary(tok, f):
+    assert dict(tok.key_vocab) == f.key_vocab and list(tok.val_vocab.items()) == list(f.val_vocab.items())
+    assert tok.n_vals == f.n_vals and tok.bpe_offset == f.bpe_offset
+    assert near({k: list(b) for k, b in tok.num_bounds.items()}, f.num_bounds, 1e-9)
+
+
+def check_rows(got, want, n_shards):
+    "The same rows, each in the shard of its entity, in order"
+    homes = shard_of([r['id'] for r in got], n_shards) if got else []
+    assert [r['shard_id'] for r in got] == list(homes)
+    order = [(r['shard_id'], r['id'], r['source_idx'], r['event_idx'], r['key'], r['val_pos']) for r in got]
+    assert order == sorted(order)
+    got = sorted(({k: v for k, v in r.items() if k != 'shard_id'} for r in got), key=lambda r: oracle.row_order(r, 'id'))
+    assert len(got) == len(want)
+    for g, w in zip(got, want): assert near(g, w, 1e-9), f'{g}\n{w}'
+
+
+def check_ledger(manifest, counts):
+    "Rows read = rows kept + rows dropped, source by source, as many as the oracle counts"
+    for name, c in counts.items():
+        entry = manifest['ledger'][name]
+        assert entry['read'] == c['read'] == entry['kept'] + sum(entry['dropped'].values())
+        assert entry['kept'] == c['kept']
+        assert sum(entry['counts'].values()) == c['lifelong after eval_time']
+
+
+def check_decoding(tok, rows):
+    "decode(encode(x)) == x, or the bucket of x; what is unknown stays so"
+    fields = []
+    for r in sorted(rows, key=lambda r: oracle.row_order(r, 'id')):
+        if r['val_pos'] == 0: fields.append((r, []))
+        fields[-1][1].append(r['val_id'])
+    for r, ids in fields:
+        assert tok.key_name(r['key_id']) == r['key']
+        if ids == [2] or ids == [tok.bpe_offset]: continue
+        if r['vtype'] == 'num': check_bucket(tok, r, ids[0])
+        else: assert tok.decode(r['key_id'], ids) == r['value'], (r, ids)
+
+
+def check_batches(out, n_shards, rows, load):
+    "Records in the order of shards and ids, packed greedily"
+    limits = {k: v for k, v in load.items() if k != 'max_tokens'}
+    recs = oracle.records(rows, 'id', **limits)
+    homes = dict(zip([r['uid'] for r in recs], shard_of([r['uid'] for r in recs], n_shards))) if recs else {}
+    want = oracle.batches(sorted(recs, key=lambda r: homes[r['uid']]), load['max_tokens'])
+    dl = PRAGMADataLoader(out, 'id', **load)
+    got = list(dl)
+    assert len(dl) == len(got) == len(want)
+    for g, w in zip(got, want):
+        for k, shape in oracle.shapes(w).items(): assert tuple(g[k].shape) == shape, k
+        for k, v in w.items(): assert near(g[k] if k == 'uids' else np.asarray(g[k]).tolist(), v, 1e-6), f'{k}: {g[k]} {v}'
+
+
+def check_bucket(tok, r, val_id):
+    "The bucket of a number: 0 for zero, otherwise the range (low, high] that holds it"
+    b, x = val_id - tok.val_vocab['<bucket_0>'], float(r['value'])
+    bounds = list(tok.num_bounds[r['key']])
+    assert (b == 0) == (x == 0)
+    if b: assert (b == 1 or bounds[b-2] < x) and (b - 1 == len(bounds) or x <= bounds[b-1])
+
+
+# ---------------------------------------------------------------- the same bytes for the same input
+@pytest.fixture(scope='module')
+def frames(): return make_frames()
+
+
+@pytest.fixture(scope='module')
+def reference(frames, tmp_path_factory):
+    folder = tmp_path_factory.mktemp('reference')
+    return run_job(write_files(folder/'in', frames), folder/'out')
+
+
+@pytest.mark.parametrize('layout', [dict(shuffle=1), dict(parts=4), dict(parts=7, shuffle=2)])
+def test_bytes_do_not_depend_on_the_layout_of_the_input(layout, frames, reference, tmp_path):
+    assert run_job(write_files(tmp_path/'in', frames, **layout), tmp_path/'out') == reference
+
+
+@pytest.mark.parametrize('threads,workers', [(1, 0), (2, 0), (1, 2)])
+def test_bytes_do_not_depend_on_threads_or_processes(threads, workers, frames, reference, tmp_path):
+    globs = write_files(tmp_path/'in', frames, parts=2)
+    code = f'''
+import sys, json
+sys.path.insert(0, {str(HERE)!r})
+if __name__ == '__main__':
+    from events_tables import run_job
+    got = run_job({globs!r}, {str(tmp_path/"out")!r}, n_workers={workers})
+    print('DIGESTS' + json.dumps(got))
+'''
+    (tmp_path/'job.py').write_text(code)
+    env = {**os.environ, 'POLARS_MAX_THREADS': str(threads), 'PYTHONHASHSEED': str(threads + workers)}
+    p = subprocess.run([sys.executable, str(tmp_path/'job.py')], capture_output=True, text=True, env=env, timeout=300)
+    assert p.returncode == 0, p.stderr[-3000:]
+    assert json.loads(p.stdout.split('DIGESTS')[1]) == reference
