@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['PLAN_VERSION', 'permutation', 'batch_starts', 'Plan', 'to_tensors', 'pack_batch', 'batch_shapes', 'split_shards',
-           'PRAGMADataLoader', 'check_tokenizer', 'Parcel', 'unpack', 'EpochDataLoader', 'pragma_dl']
+           'PRAGMADataLoader', 'chosen_records', 'check_tokenizer', 'Parcel', 'unpack', 'EpochDataLoader', 'pragma_dl',
+           'rec_ntoks', 'user_rec', 'mask_batch']
 
 # %% ../nbs/31_dataloader.ipynb #cee62e8a
 import numpy as np, torch
@@ -12,8 +13,12 @@ from fastcore.basics import patch, store_attr
 from fastcore.meta import delegates
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from .compiled import compile_records
-from .masking import Masker
+from .dataset import rec_ntoks, user_rec
+from .masking import Masker, mask_batch
 from .ragged import Ragged, lengths_to_offsets
+
+# %% ../nbs/31_dataloader.ipynb #0dce936d
+_all_ = ['rec_ntoks','user_rec','mask_batch'] # one import brings all that batches are made with
 
 # %% ../nbs/31_dataloader.ipynb #d3c4591e
 def permutation(
@@ -181,6 +186,7 @@ class PRAGMADataLoader(IterableDataset):
         max_events:int=6500,         # most events of a record: the latest
         max_event_toks:int=24,       # most tokens of an event
         cache_dir=None,              # where to keep compiled records; by default beside the shards
+        records=None,                # numbers of the records to load, such as those of a split, or a bool per record; all by default
         **kwargs
     ):
         if not 0 <= rank < world_size: raise ValueError(f"Ranks count from 0 to world_size-1, but got {rank=} and {world_size=}.")
@@ -189,10 +195,23 @@ class PRAGMADataLoader(IterableDataset):
         if tok is not None: check_tokenizer(shards, tok)
         self.masker = Masker(tok, seed=seed, **kwargs) if mask else None
         self.recs = compile_records(shards, entity_col, max_profile_toks, max_lifelong_toks, max_events, max_event_toks, cache_dir)
+        self.records = np.arange(len(self.recs)) if records is None else chosen_records(records, len(self.recs))
         self.next_epoch,self.running,self._plans,self._fresh = 0,None,{},True
         self._told = torch.zeros(1, dtype=torch.int64).share_memory_()
 
     def __iter__(self): return self.start()
+
+# %% ../nbs/31_dataloader.ipynb #16e244a7
+def chosen_records(
+    records, # numbers, or (R,) bool
+    n:int,   # number of records there are
+)->np.ndarray: # int64 numbers, ascending
+    "The numbers of the records that are to be loaded"
+    records = np.asarray(records)
+    if records.dtype==bool and len(records)!=n: raise ValueError(f"records is a mask of {len(records)}, but the shards hold {n} records.")
+    numbers = np.flatnonzero(records) if records.dtype==bool else np.unique(records.astype(np.int64))
+    if len(numbers) and not (0 <= numbers[0] and numbers[-1] < n): raise ValueError(f"records has numbers from {numbers[0]} to {numbers[-1]}, but the shards hold records 0 to {n-1}.")
+    return numbers
 
 # %% ../nbs/31_dataloader.ipynb #0dbe3424
 def check_tokenizer(
@@ -229,11 +248,15 @@ def plan_of(self:PRAGMADataLoader,
     "The plan of an epoch, kept for the two that were asked for last"
     if epoch not in self._plans:
         for old in list(self._plans)[:-1]: del self._plans[old]
-        self._plans[epoch] = Plan(self.recs.ntoks, self.max_tokens, self.batch_size, shuffle=self.shuffle, seed=self.seed, epoch=epoch)
+        self._plans[epoch] = Plan(self.recs.ntoks[self.records], self.max_tokens, self.batch_size, shuffle=self.shuffle, seed=self.seed, epoch=epoch)
     return self._plans[epoch]
 
 @patch
 def __len__(self:PRAGMADataLoader): return len(self.plan_of(self.epoch))
+
+# %% ../nbs/31_dataloader.ipynb #db0e251b
+@patch
+def __repr__(self:PRAGMADataLoader): return f"PRAGMADataLoader: epoch {self.epoch}, {self.plan_of(self.epoch)}\n{self.recs}"
 
 # %% ../nbs/31_dataloader.ipynb #fc13d18c
 def _no_records():
@@ -283,7 +306,7 @@ def batches(self:PRAGMADataLoader,
 ):
     "Generate the batches that one worker builds in an epoch"
     plan = self.plan_of(epoch)
-    for k in plan.for_worker(worker, n_workers): yield self.batch(plan.share(k, self.rank, self.world_size), epoch)
+    for k in plan.for_worker(worker, n_workers): yield self.batch(self.records[plan.share(k, self.rank, self.world_size)], epoch)
 
 @patch
 def start(self:PRAGMADataLoader):

@@ -173,7 +173,7 @@ def _read(self:PRAGMADataset, folder)->tuple: # chunks; facts of each source
     found,tasks = {},[]
     for i,(src,numbers) in enumerate(zip(self.sources, self.part_of)):
         parts,stem,scans = tuple(self.parts[n] for n in numbers), f'{folder}/s{i:03d}', src.scan_specs()
-        if scans is None: found[i] = [spill_frames((src.normalised(df, *at) for *at,df in src.chunks()), parts, stem, digest=True)]
+        if scans is None: found[i] = [spill_frames((src.normalised(df, *at) for *at,df in src.chunks(chunk_rows)), parts, stem, digest=True)]
         else:
             found[i] = []
             tasks += [(i, FileTask(scan, parts, f'{stem}.{j:06d}')) for j,scan in enumerate(scans)]
