@@ -195,7 +195,7 @@ class PRAGMADataLoader(IterableDataset):
         if tok is not None: check_tokenizer(shards, tok)
         self.masker = Masker(tok, seed=seed, **kwargs) if mask else None
         self.recs = compile_records(shards, entity_col, max_profile_toks, max_lifelong_toks, max_events, max_event_toks, cache_dir)
-        self.records = np.arange(len(self.recs)) if records is None else chosen_records(records, len(self.recs))
+        self.records = slice(None) if records is None else chosen_records(records, len(self.recs))
         self.next_epoch,self.running,self._plans,self._fresh = 0,None,{},True
         self._told = torch.zeros(1, dtype=torch.int64).share_memory_()
 
@@ -306,7 +306,12 @@ def batches(self:PRAGMADataLoader,
 ):
     "Generate the batches that one worker builds in an epoch"
     plan = self.plan_of(epoch)
-    for k in plan.for_worker(worker, n_workers): yield self.batch(self.records[plan.share(k, self.rank, self.world_size)], epoch)
+    for k in plan.for_worker(worker, n_workers): yield self.batch(self._numbers(plan.share(k, self.rank, self.world_size)), epoch)
+
+@patch
+def _numbers(self:PRAGMADataLoader, planned):
+    "Record numbers of planned positions"
+    return planned if isinstance(self.records, slice) else self.records[planned]
 
 @patch
 def start(self:PRAGMADataLoader):
