@@ -325,8 +325,7 @@ def start(self:PRAGMADataLoader):
 @patch
 def _run(self:PRAGMADataLoader, batches, epoch):
     "Mark `epoch` as running until `batches` end, and the one after it as next"
-    self.running = epoch
-    self.set_epoch(epoch+1)
+    self.running,self.next_epoch = epoch,epoch+1 # what workers are told must not change before they have read it
     def until_done():
         try: yield from batches
         finally:
@@ -342,6 +341,7 @@ class EpochDataLoader(DataLoader):
     "A `DataLoader` of a `PRAGMADataLoader`; each iteration is the next epoch"
     def __iter__(self):
         epoch = self.dataset.next_epoch
+        self.dataset.set_epoch(epoch) # tells workers that are alive
         return self.dataset._run(super().__iter__(), epoch)
     def __len__(self): return len(self.dataset)
     def set_epoch(self, epoch):
