@@ -1,5 +1,5 @@
 "An epoch is planned once: each record once, the same batches for any number of ranks and workers, an exact length."
-import pickle, random, subprocess, sys, warnings
+import pickle, random, subprocess, sys, time, warnings
 from itertools import zip_longest
 
 import numpy as np, polars as pl, pyarrow as pa, pyarrow.parquet as pq, pytest, torch
@@ -210,6 +210,29 @@ def test_start_methods_and_persistent_workers(shards, how):
     assert len(dl) == len(want[2]) and [key(b) for b in dl] == want[2]
     dl.set_epoch(1)
     assert [key(b) for b in dl] == want[1]
+
+
+class SlowStart(PRAGMADataLoader):
+    "Workers that wake one after another, as on a busy machine"
+    def __iter__(self):
+        info = torch.utils.data.get_worker_info()
+        if info is not None: time.sleep(.4*info.id)
+        return super().__iter__()
+
+
+def test_a_worker_that_wakes_late_reads_the_same_epoch(shards):
+    want = PRAGMADataLoader(shards, 'user_id', 500, shuffle=True)
+    dl = EpochDataLoader(SlowStart(shards, 'user_id', 500, shuffle=True), batch_size=None, num_workers=2, persistent_workers=True, collate_fn=lambda b: b, timeout=WAIT)
+    for epoch in (0, 1, 2): assert [b['uids'] for b in dl] == [b['uids'] for b in want], epoch
+    dl.set_epoch(1)
+    want.set_epoch(1)
+    assert [b['uids'] for b in dl] == [b['uids'] for b in want]
+
+
+def test_chosen_records_only(shards):
+    every = PRAGMADataLoader(shards)
+    odd = PRAGMADataLoader(shards, max_tokens=300, shuffle=True, records=np.arange(len(every.recs)) % 2 == 1)
+    assert sorted(flat(b['uids'] for b in odd)) == every.recs.uid_list(np.arange(1, len(every.recs), 2))
 
 
 def test_two_loops_at_once(shards):
