@@ -109,6 +109,7 @@ class PRAGMADataset:
         self.runner = Runner(n_workers, executor, progress) # keeps its processes from step to step
         weakref.finalize(self, self.runner.close)
         self.out_path = as_path(out_path)
+        if tok is not None: self._check_tokenizer(tok)
         self.spilled = self.summary = None # chunks on disk, once read; what they hold, once asked for
         self.split = None # the declared split, if the fit was on a part of the entities
         self.parts,self.part_of = make_parts(self.profiles, self.events)
@@ -116,6 +117,15 @@ class PRAGMADataset:
     @property
     def sources(self): return [*self.profiles, *self.events]
     def __repr__(self): return f'PRAGMADataset(profile={[s.name for s in self.profiles]}, events={[s.name for s in self.events]}, entity_col={self.entity_col!r}, out_path={str(self.out_path)!r})'
+
+# %% ../nbs/21_events.ipynb #ad68114a
+@patch
+def _check_tokenizer(self:PRAGMADataset, tok:Tokenizer):
+    "Fail unless `tok` is fitted and knows the fields of the sources for what they are"
+    if not tok.fitted: raise ValueError('tok is not fitted: fit it, load a fitted one, or leave it out to fit one here')
+    for src in self.sources: tok.check_fields(src)
+    keys = {key for src in self.sources for _,key,_,_ in source_keys(src)}
+    if keys and not keys & set(tok.keys): raise ValueError(f"tok knows none of the fields {', '.join(map(repr, sorted(keys)))}, but {', '.join(map(repr, tok.keys))}: it was fitted on other data")
 
 # %% ../nbs/21_events.ipynb #98ae5a19
 def spill_folder(

@@ -164,12 +164,14 @@ def fit(self:Tokenizer,
     sources,          # a `DataSource` or several
     refit:bool=False, # replace what was fitted before?
 )->Tokenizer:
-    "Fit on all rows of `sources`"
+    "Fit on all rows of `sources`, but those that are dropped for want of a time"
     self._check_refit(refit)
     counts = self.counts()
     for source in listify(sources):
         counts.declare(source)
-        for _,_,df in source.chunks(): counts.add_rows(source, df)
+        for label,start,df in source.chunks():
+            df = source.normalised(df, label, start)
+            counts.add_rows(source, df.filter(pl.col('__time').is_not_null()) if source.null_time=='drop' else df)
     return self.fit_counts(counts, refit)
 
 # %% ../nbs/03_tokenizer.ipynb #ab2cf40e

@@ -22,12 +22,12 @@ def make_frames(n=200, seed=0):
     def owners(k): return [ids[int(i)] for i in np.minimum(rng.zipf(1.4, k) - 1, n - 1)]
     k = 6 * n
     card = pl.DataFrame({
-        'cust': owners(k), 'when': (1_690_000_000 + rng.permutation(4 * k)[:k] * 3661).astype(np.int64), 'mcc': [int(x) for x in rng.integers(5400, 5420, k)],
+        'cust': owners(k), 'when': (1_690_000_000 + rng.permutation(4 * k)[:k] * (17_500_000 // (4 * k))).astype(np.int64), 'mcc': [int(x) for x in rng.integers(5400, 5420, k)],
         'amount': some(lambda: round(float(rng.lognormal(3, 2) * rng.choice([-1, 1])), 2), k, .05),
         'memo': some(lambda: ' '.join(rng.choice(['shop', 'café', 'rent', 'ticket', '№', 'refund'], rng.integers(1, 4))) + f' {rng.integers(40)}', k)})
     k = 3 * n
     app = pl.DataFrame({
-        'cust': owners(k), 'at': [datetime(2023, 6, 1) + timedelta(microseconds=int(t) * 2_300_000_001) for t in rng.permutation(20 * k)[:k]],
+        'cust': owners(k), 'at': [datetime(2023, 6, 1) + timedelta(microseconds=int(t) * (30_000_000_000_000 // (20 * k) + 1)) for t in rng.permutation(20 * k)[:k]],
         'screen': pick(['home', 'pay', '[MASK]', '1'], k), 'seconds': some(lambda: float(rng.integers(0, 30)) / 4, k)})
     return customers, card, app
 

@@ -162,7 +162,7 @@ class Fit:
     "All that is learned from the sources: keys, values, bucket bounds, which texts are short lists, byte pairs. Events without a time do not count"
     def __init__(self, sources, num_buckets=100, cardinality_threshold=100, bpe_vocab_size=28_000):
         self.num_buckets, self.cardinality_threshold = num_buckets, cardinality_threshold
-        keys, words, lifelong = set(), set(), False
+        keys, words = set(), set()
         numbers, texts = {}, {}
         for src in sources:
             rows = [r for r in src.rows if src.time_col is None or r[src.time_col] is not None]
@@ -274,10 +274,11 @@ def token_rows(fit, profile, events, entity_col, eval_time, after_eval='drop', n
                 rows.append((e, 'lifelong', fit.key_vocab['lifelong'], col, fit.word_id[col], 0, 'cat', t,
                              logsec(end - t) if t > 0 else 0., -1, -1, 0., 0., 0.))
     rows = [dict(zip([entity_col] + COLUMNS, r)) for r in rows]
-    return sorted(rows, key=lambda r: row_order(r, entity_col)), ledger
+    return sorted(rows, key=lambda r: (r[entity_col], r['source_idx'], r['event_idx'], r['key'], r['val_pos'], r['time'])), ledger
 
 
 def row_order(r, entity_col):
+    "The order of recorded rows, where milestones of one time stand by name; in a shard they stand as declared"
     return r[entity_col], r['source_idx'], r['event_idx'], r['key'], r['val_pos'], r['time'], r['value']
 
 

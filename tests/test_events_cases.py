@@ -6,7 +6,7 @@ The plain-Python oracle is held to the same figures, so it can be trusted elsewh
 import json, math
 from functools import lru_cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory, mkdtemp
 
 import numpy as np, polars as pl, pytest
 
@@ -25,6 +25,7 @@ PAGE_DTYPES = dict(key=pl.String, key_id=pl.Int64, value=pl.String, val_id=pl.In
                    source_idx=pl.Int32, event_idx=pl.Int64, hour=pl.Float32, dow=pl.Float32, dom=pl.Float32, shard_id=pl.UInt64)
 SUMMARY = dict(i='Int64', name='String', kind='String', rows='Int64', entities='Int64', entity_col='String', time_col='String', cats='Int64', conts='Int64',
                signed_conts='Int64', texts='Int64', lifelong='Int64', min_time='Int64', max_time='Int64')
+OUT = TemporaryDirectory(prefix='events_cases_') # goes with the process
 NULL_TIMES = {'02_nulls', '14_epochs'}
 
 
@@ -240,7 +241,7 @@ def oracle_run(case, **kw):
     fit = oracle.Fit([prof] * (prof is not None) + events, **tok)
     rows, ledger = oracle.token_rows(fit, prof, events, spec['entity_col'], spec['eval_time'], **kw)
     recs = oracle.records(rows, spec['entity_col'], **spec['limits'])
-    return fit, rows, recs, oracle.batches(recs, spec['max_tokens']), ledger
+    return fit, sorted(rows, key=lambda r: oracle.row_order(r, spec['entity_col'])), recs, oracle.batches(recs, spec['max_tokens']), ledger
 
 
 @pytest.mark.parametrize('case', NAMES)
@@ -297,7 +298,7 @@ def dataset(case, folder):
 @lru_cache(None)
 def run(case, n_shards=1, **kw):
     "Fit and write a case once: (dataset, tokenizer, shard files)"
-    spec, folder = read(case, 'spec.json'), Path(mkdtemp(prefix=case))
+    spec, folder = read(case, 'spec.json'), Path(mkdtemp(prefix=case, dir=OUT.name))
     ds = dataset(case, folder)
     tok = ds.fit_tokenizer(**{k: v for k, v in spec['tokenizer'].items() if k != 'bpe_vocab_size'}) # the recorded run ignored that one
     ds.write_kv(spec['eval_time'], n_shards, **kw)
@@ -461,7 +462,7 @@ def test_what_lies_after_eval_time_can_be_kept():
 @lru_cache(None)
 def old_folder(case):
     "A folder as the old tool left it: one shard, `tokenizer.json`, no manifest"
-    exp, folder = read(case, 'expected-0.0.1/rows.json'), Path(mkdtemp(prefix='old_'+case))
+    exp, folder = read(case, 'expected-0.0.1/rows.json'), Path(mkdtemp(prefix='old_'+case, dir=OUT.name))
     df = pl.DataFrame(exp['rows'], schema={k: getattr(pl, t) for k, t in exp['columns'].items()}, strict=False)
     df.with_columns(shard_id=pl.lit(0, pl.UInt64)).write_parquet(folder/'shard_0.parquet')
     for f in (CASES/case/'expected-0.0.1').glob('tokenizer*.json'): (folder/f.name).write_bytes(f.read_bytes())

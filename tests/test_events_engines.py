@@ -17,7 +17,8 @@ def reference(inputs, tmp_path_factory):
     return got
 
 
-def test_process_pool(inputs, reference, tmp_path): assert run_job(inputs, tmp_path, n_workers=2) == reference
+@pytest.mark.parametrize('n_workers', [2, 3])
+def test_process_pool(n_workers, inputs, reference, tmp_path): assert run_job(inputs, tmp_path, n_workers=n_workers) == reference
 
 
 def test_spawned_executor(inputs, reference, tmp_path):

@@ -1,5 +1,5 @@
 """Bad input gives one clear error and writes nothing; a killed run leaves no half file and is finished by running again."""
-import json, os, signal, subprocess, sys, textwrap
+import hashlib, json, os, signal, subprocess, sys, textwrap
 from pathlib import Path
 
 import polars as pl, pytest
@@ -208,6 +208,13 @@ def test_a_tokenizer_of_other_data_is_refused(bank, tmp_path):
     check_message(e, ['tokenizer'])
 
 
+def test_a_tokenizer_that_knows_a_field_otherwise_is_refused(tmp_path):
+    tok = Tokenizer().fit([events(visits(page=[1, 2, 3]), cats=[], conts=['page', 'secs'])])
+    with pytest.raises(ValueError) as e: PRAGMADataset(None, [events()], 'id', tmp_path/'out', tok=tok, progress=False).write_kv(100, 2)
+    check_message(e, ['page', 'visits', 'cat', 'num'])
+    assert written(tmp_path/'out') == []
+
+
 def test_an_edited_tokenizer_is_noticed(bank, tmp_path):
     run_job(bank, tmp_path)
     f = tmp_path/'tokenizer.json'
@@ -223,7 +230,7 @@ KILLED = textwrap.dedent('''
     import os, signal, sys
     sys.path.insert(0, {tests!r})
     from events_tables import run_job
-    seen, real = 0, os.{call}
+    seen, real = 0, os.replace
     def dying(*a, **kw):
         global seen
         seen += 1
@@ -231,21 +238,22 @@ KILLED = textwrap.dedent('''
         out = real(*a, **kw)
         if seen == {n}: os.kill(os.getpid(), signal.SIGKILL)
         return out
-    os.{call} = dying
-    run_job({globs!r}, {out!r})
-    print('calls', seen)
+    os.replace = dying
+    run_job({globs!r}, {out!r}, overwrite={overwrite})
 ''')
 
 
-def run_and_kill(bank, out, call, n, before):
-    code = KILLED.format(tests=str(HERE), globs=bank, out=str(out), call=call, n=n, before=before)
+def run_and_kill(bank, out, n, before, overwrite=False):
+    "A run in a process of its own that dies at its n-th rename"
+    code = KILLED.format(tests=str(HERE), globs=bank, out=str(out), n=n, before=before, overwrite=overwrite)
     return subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize('n,before', [(1, True), (1, False), (2, True), (3, True), (4, False), (5, False), (6, True)])
+# An undisturbed run of four shards makes 21 renames: tokenizer, notes and shards in its scratch folder, then 15 to 21 put all in place, the manifest last.
+@pytest.mark.parametrize('n,before', [(1, True), (4, True), (9, False), (14, False), (15, False), (17, True), (20, False), (21, True)])
 def test_killed_at_a_rename(n, before, bank, whole, tmp_path):
     "The process dies (kill -9) just before or after it gives a finished file its name"
-    p = run_and_kill(bank, tmp_path, 'replace', n, before)
+    p = run_and_kill(bank, tmp_path, n, before)
     assert p.returncode == -signal.SIGKILL, p.stderr[-2000:]
     check_killed(tmp_path, whole)
     assert run_job(bank, tmp_path) == whole
@@ -253,10 +261,23 @@ def test_killed_at_a_rename(n, before, bank, whole, tmp_path):
     assert all_of_ours(tmp_path)
 
 
+@pytest.mark.parametrize('n', [9, 16, 20])
+def test_killed_while_replacing_another_run(n, bank, whole, tmp_path):
+    "What is left is the old run, or is refused by the reader; never a mixture"
+    old = run_job(bank, tmp_path, n_shards=3)
+    p = run_and_kill(bank, tmp_path, n, True, overwrite=True)
+    assert p.returncode == -signal.SIGKILL, p.stderr[-2000:]
+    try: assert all_uids(tmp_path) == entities(bank) and {k: v for k, v in digests_of(tmp_path).items() if k in old} == old
+    except (ValueError, FileNotFoundError): pass
+    assert run_job(bank, tmp_path, overwrite=True) == whole
+    assert all_uids(tmp_path) == entities(bank)
+    assert all_of_ours(tmp_path)
+
+
 def test_killed_at_any_moment(bank, whole, tmp_path):
     "The process dies while it works, at a moment that nobody chose"
-    code = f'import sys; sys.path.insert(0, {str(HERE)!r}); from events_tables import run_job; print("go", flush=True); run_job({bank!r}, {str(tmp_path)!r})'
-    for wait in .02, .1, .2:
+    code = f'import sys; sys.path.insert(0, {str(HERE)!r}); import fastseqprep.events; from events_tables import run_job; print("go", flush=True); run_job({bank!r}, {str(tmp_path)!r})'
+    for wait in .05, .15, .3:
         p = subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, text=True)
         p.stdout.readline()
         try: p.wait(wait)
@@ -277,11 +298,10 @@ def all_of_ours(folder):
 
 def check_killed(folder, whole):
     "Every file that bears a final name is whole"
-    for name, h in whole.items():
-        if (folder/name).exists(): assert {k: v for k, v in digests_of(folder).items() if k == name} == {name: h}
+    there = digests_of(folder)
+    assert all(there.get(name, h) == h for name, h in whole.items())
     if (folder/'manifest.json').exists(): json.loads((folder/'manifest.json').read_text())
 
 
 def digests_of(folder):
-    import hashlib
     return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in folder.iterdir() if f.is_file()}

@@ -2,13 +2,12 @@
 
 A digest is the sha256 of lines `a|b|c`, one per row; `README.md` beside the cases says which columns and order.
 """
-import hashlib, json
+import hashlib, json, os
 from pathlib import Path
 
 import numpy as np, polars as pl, pytest
 
 from fastseqprep.source import DataSource
-from fastseqprep.tokenizer import Tokenizer
 from fastseqprep.events import PRAGMADataset
 from fastseqprep.dataloader import PRAGMADataLoader
 from get_movielens import ensure_movielens
@@ -21,7 +20,10 @@ RATING_COLUMNS, USER_COLUMNS = ['user_id', 'movie_id', 'rating', 'timestamp'], [
 @pytest.fixture(scope='module')
 def movielens():
     "(users, ratings) with the columns of the page: ids and ratings as integers, times as dates, zip codes as text"
-    folder = ensure_movielens()
+    try: folder = ensure_movielens()
+    except RuntimeError as e:
+        if os.environ.get('CI'): raise
+        pytest.skip(str(e))
     ratings = pl.read_csv(folder/'u.data', separator='\t', has_header=False, new_columns=RATING_COLUMNS)
     users = pl.read_csv(folder/'u.user', separator='|', has_header=False, new_columns=USER_COLUMNS, schema_overrides={'column_5': pl.String})
     return users, ratings
