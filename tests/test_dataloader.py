@@ -1,11 +1,11 @@
 "An epoch is planned once: each record once, the same batches for any number of ranks and workers, an exact length."
-import pickle, random, subprocess, sys, time, warnings
+import pickle, subprocess, sys, time
 from itertools import zip_longest
 
 import numpy as np, polars as pl, pyarrow as pa, pyarrow.parquet as pq, pytest, torch
 from torch.utils.data import DataLoader
 
-from fastseqprep.dataloader import EpochDataLoader, Plan, PRAGMADataLoader, batch_starts, pack_batch, permutation, pragma_dl
+from fastseqprep.dataloader import EpochDataLoader, PRAGMADataLoader, pack_batch, pragma_dl
 from fastseqprep.masking import mask_batch
 
 pytestmark = pytest.mark.filterwarnings('ignore:This DataLoader will create', 'error:Length of IterableDataset')
@@ -41,56 +41,6 @@ def shards(tmp_path_factory):
 
 def key(b): return [v if k == 'uids' else (v.shape, v.numpy().tobytes()) for k, v in b.items()]
 def flat(uids): return [u for o in uids for u in o]
-
-
-# ---------------------------------------------------------------- plan
-
-def greedy(lengths, budget):
-    batches = [[]]
-    for i, n in enumerate(lengths):
-        if batches[-1] and sum(lengths[j] for j in batches[-1]) + n > budget: batches.append([])
-        batches[-1].append(i)
-    return [b for b in batches if b]
-
-
-def test_batches_are_filled_greedily():
-    rng = random.Random(0)
-    for _ in range(200):
-        lengths = [rng.choice([0, 1, 2, 5, 9, 30]) for _ in range(rng.randint(0, 40))]
-        budget = rng.randint(1, 25)
-        assert [o.tolist() for o in Plan(lengths, budget)[:]] == greedy(lengths, budget)
-        shuffled = Plan(lengths, budget, shuffle=True, seed=3)
-        order = shuffled.order.tolist()
-        assert [o.tolist() for o in shuffled] == [[order[j] for j in b] for b in greedy([lengths[i] for i in order], budget)]
-        assert len(shuffled) == len(list(shuffled)) and shuffled.n_tokens.sum() == sum(lengths)
-
-
-def test_orders_never_change_from_release_to_release():
-    assert permutation(10, 0, 0).tolist() == [0, 2, 9, 1, 8, 5, 4, 3, 6, 7]
-    assert permutation(10, 5, 7).tolist() == [3, 0, 9, 5, 7, 4, 1, 6, 2, 8]
-    assert permutation(100_000, 1, 2)[:5].tolist() == [11771, 22159, 87225, 21471, 70668]
-
-
-def test_orders_are_uniform_and_unrelated():
-    n = 20_000
-    orders = [permutation(n, s, e) for s in range(3) for e in range(3)]
-    assert all((np.sort(o) == np.arange(n)).all() for o in orders)
-    assert abs(np.corrcoef(np.array(orders)) - np.eye(9)).max() < .04
-    for o in orders: assert np.mean(abs(np.diff(np.argsort(o)))) == pytest.approx(n/3, rel=.03)
-
-
-def test_records_of_the_plan_are_each_there_once_over_ranks_and_workers(shards):
-    ds = PRAGMADataLoader(shards, max_tokens=300, shuffle=True)
-    plan = ds.plan_of(4)
-    for world in range(1, 6):
-        for n in (0, 1, 2, 4, 9):
-            seen = {}
-            for w in range(max(n, 1)):
-                for k in plan.for_worker(w, n):
-                    assert k not in seen
-                    seen[k] = [plan.share(k, r, world).tolist() for r in range(world)]
-            assert sorted(seen) == list(range(len(plan)))
-            for k, parts in seen.items(): assert [i for t in zip_longest(*parts) for i in t if i is not None] == plan[k].tolist()
 
 
 # ---------------------------------------------------------------- in this process
@@ -155,13 +105,61 @@ def test_masks_depend_on_the_record_alone(shards):
     assert key(mask_batch(b, None, seed=5)) == key(m)
 
 
-def test_ranks_have_equal_lengths_and_share_each_batch(shards):
-    whole = [b['uids'] for b in PRAGMADataLoader(shards, max_tokens=300, shuffle=True)]
+def real(b): return [u for u, r in zip(b['uids'], b['real'].tolist()) if r] if 'real' in b else b['uids']
+
+
+@pytest.mark.parametrize('per_rank', [False, True])
+@pytest.mark.parametrize('last', ['fill', 'drop'])
+def test_equal_lengths_on_all_ranks(shards, per_rank, last):
+    plan = PRAGMADataLoader(shards, max_tokens=300, shuffle=True).plan_of(0)
     for world in 2, 3, 50:
-        ranks = [PRAGMADataLoader(shards, max_tokens=300, shuffle=True, rank=r, world_size=world) for r in range(world)]
-        assert {len(ds) for ds in ranks} == {len(whole)}
-        got = [[b['uids'] for b in ds] for ds in ranks]
-        for k, want in enumerate(whole): assert sorted(flat(g[k] for g in got)) == sorted(want)
+        ranks = [PRAGMADataLoader(shards, max_tokens=300, shuffle=True, mask=True, per_rank=per_rank, last=last, rank=r, world_size=world) for r in range(world)]
+        got = [list(ds) for ds in ranks]
+        n = (len(plan)-plan.is_short*(last == 'drop'))
+        n = n if not per_rank else n//world if last == 'drop' else -(-n//world)
+        assert {len(g) for g in got} == {len(PRAGMADataLoader(shards, max_tokens=300, shuffle=True, per_rank=per_rank, last=last, rank=0, world_size=world))} == {n}
+        uids = ranks[0].recs.uid_list
+        for k in range(n): # the same steps for any number of ranks
+            want = plan[k] if not per_rank else np.concatenate(plan[k*world:(k+1)*world])
+            assert sorted(flat(real(g[k]) for g in got)) == sorted(uids(want))
+            for g in got:
+                b = g[k]
+                assert len(b['uids']) == len(b['real']) == len(b['history_offsets'])-1 == len(b['profile']) >= 1
+                assert b['real'].all() or (b['uids'] == [None] and len(b['event_labels']) == 0)
+        if last == 'drop' and per_rank: assert all(b['real'].all() for g in got for b in g)
+        assert all(list(b) == list(got[0][0]) and all(b[k].dtype == got[0][0][k].dtype for k in b if k != 'uids') for g in got for b in g)
+
+
+def test_each_record_once_over_ranks_and_workers(tmp_path):
+    "1 to 5 ranks, 0 to 4 workers, four shards of 60, 1, 17 and 2 records: in real processes, with more ranks than shards"
+    folder = write_shards(tmp_path/'skewed', (60, 1, 17, 2))
+    kw = dict(max_tokens=700, shuffle=True)
+    plan = PRAGMADataLoader(folder, **kw).plan_of(0)
+    everyone = [f'u{i:04}' for i in range(80)]
+    for world in range(1, 6):
+        per_rank = world in (3, 5)
+        streams = {}
+        for r in range(world):
+            for n in range(5):
+                dl = pragma_dl(folder, num_workers=n, timeout=WAIT if n else 0, multiprocessing_context='fork' if n else None, rank=r, world_size=world, per_rank=per_rank, **kw)
+                got = [real(b) for b in dl]
+                assert len(got) == len(plan.steps(world, per_rank=per_rank))
+                assert streams.setdefault(r, got) == got            # for any number of workers
+        assert sorted(flat(flat(streams.values()))) == everyone
+        steps = [sorted(flat(streams[r][k] for r in streams)) for k in range(len(streams[0]))]
+        batches = [sorted(PRAGMADataLoader(folder, **kw).recs.uid_list(b)) for b in plan]
+        assert steps == (batches if not per_rank else [sorted(flat(batches[k:k+world])) for k in range(0, len(plan), world)])
+
+
+def test_rules_reach_the_plan(shards):
+    events = PRAGMADataLoader(shards, max_batch_events=100)
+    n = events.recs.lengths()['events']
+    assert all(n[b].sum() <= 100 or len(b) == 1 for b in events.plan_of(0))
+    for kw in dict(n_classes=4), dict(n_classes=4, class_by='events'), dict(lookahead=8), dict(shuffle='hash'), dict(shuffle='block', block=10), dict(max_batch_events=99):
+        ds = PRAGMADataLoader(shards, **{'max_tokens': 500, 'shuffle': True, **kw})
+        assert sorted(flat(b['uids'] for b in ds)) == [f'u{i:04}' for i in range(200)]
+    ds = PRAGMADataLoader(shards, max_tokens=500, oversize='refuse', records=np.arange(50, 100))
+    with pytest.raises(ValueError, match="Record 'u0077' has 3,001 tokens, more than max_tokens=500"): len(ds)
 
 
 def test_integer_ids(tmp_path):
@@ -262,6 +260,18 @@ def test_workers_get_names_not_data_and_never_load_polars(shards):
     assert out.stdout.split() == ['200', '0'], out.stderr
 
 
+@pytest.mark.skipif(not sys.platform.startswith('linux'), reason='reads /proc')
+def test_memory_is_flat(tmp_path):
+    "Workers that live on do not grow from epoch to epoch"
+    dl = pragma_dl(write_shards(tmp_path/'m', (600,)), max_tokens=1000, shuffle=True, mask=True, num_workers=2, persistent_workers=True, timeout=WAIT)
+    def resident(): return sum(int(l.split()[1]) for w in dl._iterator._workers for l in open(f'/proc/{w.pid}/status') if l.startswith(('RssAnon', 'RssShmem')))
+    sizes = []
+    for epoch in range(12):
+        for b in dl: pass
+        sizes.append(resident())
+    assert max(sizes[-3:]) < max(sizes[2:5]) + 4000                    # kB
+
+
 def test_ids_come_through_a_torch_loader_as_they_are(shards):
     b = next(iter(pragma_dl(shards, num_workers=1, timeout=WAIT)))
     assert isinstance(b['uids'], list) and all(type(u) is str for u in b['uids'])
@@ -271,9 +281,8 @@ def test_ids_come_through_a_torch_loader_as_they_are(shards):
 # ---------------------------------------------------------------- mistakes
 
 def test_mistakes_are_named(shards, tmp_path):
-    for bad, words in [(dict(rank=3, world_size=3), 'rank=3'), (dict(p_tok=.5), 'p_tok .*mask=True'), (dict(entity_col='client'), "'client'")]:
+    for bad, words in [(dict(rank=3, world_size=3), 'rank=3'), (dict(rank=1), 'both rank and world_size'), (dict(last='keep'), "'keep'"), (dict(p_tok=.5), 'p_tok .*mask=True'), (dict(entity_col='client'), "'client'")]:
         with pytest.raises(ValueError, match=words): PRAGMADataLoader(shards, **bad)
     with pytest.raises(TypeError, match='p_token'): PRAGMADataLoader(shards, mask=True, p_token=.5)
     with pytest.raises(ValueError, match='at least one record'): pack_batch([])
     with pytest.raises(FileNotFoundError, match='nowhere'): PRAGMADataLoader(tmp_path/'nowhere')
-    with pytest.raises(IndexError, match='Batch 9 of a plan of 1'): Plan([1, 2])[9]

@@ -3,7 +3,7 @@ import functools,html,json,os,re,shutil,subprocess,sys,tempfile,threading
 from http.server import SimpleHTTPRequestHandler,ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote,urldefrag,urlsplit
-import pytest
+import nbformat,pytest
 from conftest import root
 
 names = 'chromium','chromium-browser','google-chrome','google-chrome-stable','chrome'
@@ -72,6 +72,12 @@ def faults(folder):
             elif frag and unquote(frag) not in seen[path]['ids']: yield f'broken link: {path}#{frag}'
     return sorted({f'{page}: {fault}' for page,o in seen.items() for fault in _fault(o)})
 
+def render(folder):
+    "Run tools/docs.py in `folder`"
+    env = {**os.environ, 'PYTHONPATH': str(root)}
+    res = subprocess.run([sys.executable, root/'tools/docs.py'], cwd=folder, env=env, capture_output=True, text=True)
+    assert res.returncode==0, res.stdout+res.stderr
+
 @pytest.fixture(scope='module')
 def project(tmp_path_factory):
     "A copy of the project with its site and README rendered afresh"
@@ -79,9 +85,7 @@ def project(tmp_path_factory):
     ignore = shutil.ignore_patterns('.*', '__pycache__')
     for o in 'nbs','fastseqprep': shutil.copytree(root/o, dest/o, ignore=ignore)
     for o in 'pyproject.toml','settings.ini': shutil.copy2(root/o, dest)
-    env = {**os.environ, 'PYTHONPATH': str(root)}
-    res = subprocess.run([sys.executable, root/'tools/docs.py'], cwd=dest, env=env, capture_output=True, text=True)
-    assert res.returncode==0, res.stdout+res.stderr
+    render(dest)
     return dest
 
 def test_every_notebook_has_a_page(project, mirror):
@@ -101,6 +105,47 @@ def test_sidebar_order(project, mirror):
 def test_pages_in_a_browser(project):
     if found := faults(project/'_docs'): pytest.fail('\n'.join(found), pytrace=False)
 
+@pytest.fixture(scope='module')
+def small(tmp_path_factory):
+    "A small project with what a notebook may hold, rendered"
+    dest = tmp_path_factory.mktemp('small')
+    (dest/'pyproject.toml').write_text('[project]\nname = "small"\nversion = "0.0.1"\n[tool.nbdev]\n')
+    (dest/'small').mkdir()
+    (dest/'small/__init__.py').write_text('__version__ = "0.0.1"\n')
+    picture = dict(output_type='display_data', metadata={}, data={'image/svg+xml': ['<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"/>']})
+    def _write(name, *cells):
+        nb = nbformat.v4.new_notebook(cells=[getattr(nbformat.v4, f'new_{kind}_cell')(src, **kw) for kind,src,kw in cells])
+        (dest/'nbs'/name).parent.mkdir(parents=True, exist_ok=True)
+        nbformat.write(nb, dest/'nbs'/name)
+    def _md(src): return 'markdown',src,{}
+    def _code(src, *outputs): return 'code',src,dict(outputs=[nbformat.from_dict(o) for o in outputs])
+    said = dict(output_type='stream', name='stdout', text='see [this](that.ipynb)\n')
+    _write('index.ipynb', _md('# small\n\n> A small project'), _md('Read [core](00_core.ipynb#two-words) or [more](tutorials/a.ipynb).'),
+        _code("#| echo: false\nprint('unseen')", said), _code("fns['x'](00_core.ipynb)"), _code('draw()', picture), _code('#| include: false\nsecret()'))
+    _write('00_core.ipynb', _md('# Core'), _md('## Two words\n\n[up](index.ipynb){.button}\n\n::: {.callout-note}\nTake *care*\n:::'))
+    _write('tutorials/index.ipynb', _md('# Tutorials'), _md('All of them'))
+    _write('tutorials/a.ipynb', _md('# First steps'), _md('[back](../00_core.ipynb)'))
+    render(dest)
+    return dest
+
+def test_small_readme(small):
+    text = (small/'README.md').read_text()
+    assert text.startswith('# small\n\n> A small project\n')
+    for o in ('[core](nbs/00_core.ipynb)', '[more](nbs/tutorials/a.ipynb)', 'see [this](that.ipynb)', "fns['x'](00_core.ipynb)"): assert o in text
+    for o in 'unseen','secret','#|': assert o not in text
+    picture = re.search(r'!\[.*?\]\((README_files/.+?\.svg)\)', text)[1]
+    assert '<svg' in (small/picture).read_text()
+
+def test_small_pages(small):
+    index,core,a = ((small/'_docs'/o).read_text() for o in ('index.html','core.html','tutorials/a.html'))
+    assert 'href="core.html#two-words"' in index and 'svg' in index and 'unseen' not in index and 'secret' not in index
+    assert 'id="two-words"' in core and '<div class="callout-note">' in core and '<em>care</em>' in core and '{.button}' not in core
+    assert 'href="../core.html"' in a
+    assert re.findall('href="([^"#]+)"', re.search('<nav>.*?</nav>', index)[0])==['index.html','core.html','tutorials/index.html','tutorials/a.html']
+
+@needs_browser
+def test_small_pages_in_a_browser(small): assert faults(small/'_docs')==[]
+
 @needs_browser
 def test_faults_are_found(tmp_path):
     page = '<!DOCTYPE html><title>{}</title><body>{}'
@@ -118,5 +163,7 @@ def test_faults_are_found(tmp_path):
         'raw directive: #| echo: false', 'raw directive: ::: {.callout-note}']
 
 def test_readme(project, mirror):
-    if diff := mirror.diff(root/'README.md', project/'README.md'):
-        pytest.fail(f'README.md is not that of index.ipynb; run `python tools/docs.py --readme`.\n{diff}', pytrace=False)
+    diffs = [mirror.diff(root/'README.md', project/'README.md')]
+    pictures = [{o.name: o.read_bytes() for o in (p/'README_files').glob('*')} for p in (root,project)]
+    if pictures[0]!=pictures[1]: diffs.append('README_files differs')
+    if any(diffs): pytest.fail('README.md is not that of index.ipynb; run `python tools/docs.py --readme`.\n'+'\n'.join(diffs), pytrace=False)

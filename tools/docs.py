@@ -87,8 +87,9 @@ def contents(tree, page, pages, toc):
     items = []
     for o in tree:
         if isinstance(o, dict):
-            name = o['section'].replace('_', ' ').capitalize()
-            items.append(f'<li><span>{escape(name)}</span>{contents(o["contents"], page, pages, toc)}</li>')
+            name = escape(o['section'].replace('_', ' ').capitalize())
+            if 'href' in o: name = f'<a href="{relative(pages[o["href"]].url, page)}">{name}</a>'
+            items.append(f'<li><span>{name}</span>{contents(o["contents"], page, pages, toc)}</li>')
         elif o in pages:
             p = pages[o]
             here,sub = (' class="here"',toc) if p.url==page else ('','')
@@ -124,7 +125,8 @@ def process(**kw):
 
 def flat(tree):
     "The notebooks in a sidebar's tree, in order"
-    return [nb for o in tree for nb in (flat(o['contents']) if isinstance(o, dict) else [o]) if nb.endswith('.ipynb')]
+    files = [f for o in tree for f in ([o.get('href', ''), *flat(o['contents'])] if isinstance(o, dict) else [o])]
+    return [o for o in files if o.endswith('.ipynb')]
 
 def page_urls(tree): return {o: nbpath2html(o).as_posix() for o in flat(tree)}
 
@@ -163,9 +165,12 @@ def render_readme(proc, tree, dest):
     notebooks = {v:k for k,v in urls.items()}
     exporter = hide_inputs(MarkdownExporter())
     exporter.display_data_priority = ['text/markdown', 'image/svg+xml', 'image/png', 'text/plain']
-    text,res = exporter.from_notebook_node(page.nb, resources=dict(output_files_dir='README_files'))
+    page.nb.metadata.language_info = dict(name='python')
+    pictures = 'README_files'
+    text,res = exporter.from_notebook_node(page.nb, resources=dict(output_files_dir=pictures))
+    shutil.rmtree(dest.parent/pictures, ignore_errors=True)
     for name,data in res['outputs'].items():
-        (dest.parent/name).parent.mkdir(exist_ok=True)
+        (dest.parent/pictures).mkdir(exist_ok=True)
         (dest.parent/name).write_bytes(data)
     nbs = cfg.nbs_path.relative_to(cfg.config_path).as_posix()
 
@@ -177,7 +182,9 @@ def render_readme(proc, tree, dest):
         else: path,frag = f'{nbs}/{notebooks.get(path, path)}', ''
         return f']({path}{frag})'
 
-    text = re.sub(r'\]\(([^)\s]+)\)', _link, text)
+    def _links(block): return block if block.startswith('```') else re.sub(r'(?m)^(?! {4}).*', _line, block)
+    def _line(m): return re.sub(r'\]\(([^)\s]+)\)', _link, m[0])
+    text = ''.join(map(_links, re.split(r'(?ms)(^```.*?^```$)', text))) # code stays as it is
     text = re.sub(r'\n{3,}', '\n\n', re.sub(r'[ \t]+$', '', text, flags=re.M))
     head = f'# {page.title}\n\n'+(f'> {page.description}\n\n' if page.description else '')
     dest.write_text(head+text.strip()+'\n', encoding='utf-8')

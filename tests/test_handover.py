@@ -1,0 +1,55 @@
+"Batches that come from workers may be kept for as long as one likes."
+import gc, os
+
+import pytest
+
+from fastseqprep.dataloader import PRAGMADataLoader, pragma_dl
+from test_dataloader import WAIT, key, write_shards
+
+pytestmark = pytest.mark.filterwarnings('ignore:This DataLoader will create')
+
+
+@pytest.fixture(scope='module')
+def shards(tmp_path_factory): return write_shards(tmp_path_factory.mktemp('handover')/'shards', (120, 3, 30))
+
+
+@pytest.mark.parametrize('kw', [dict(num_workers=2), dict(num_workers=3, persistent_workers=True), dict(num_workers=1, prefetch_factor=1, multiprocessing_context='spawn')])
+def test_batches_that_are_kept_stay_as_they_are(shards, kw):
+    plain = PRAGMADataLoader(shards, max_tokens=150, shuffle=True, mask=True)
+    want = [[key(b) for b in plain] for _ in range(2)]
+    assert len(want[0]) > 50                                            # many more than there are slots
+    dl = pragma_dl(shards, max_tokens=150, shuffle=True, mask=True, timeout=WAIT, **kw)
+    kept = [list(dl) for _ in range(2)]
+    del dl
+    gc.collect()
+    assert [[key(b) for b in e] for e in kept] == want
+
+
+def test_a_part_of_a_batch_is_enough_to_keep_it(shards):
+    plain = [b['event_tokens'].clone() for b in PRAGMADataLoader(shards, max_tokens=150, shuffle=True)]
+    dl = pragma_dl(shards, max_tokens=150, shuffle=True, num_workers=2, timeout=WAIT)
+    kept = [b['event_tokens'][1::2] for b in dl]
+    assert all((a == b[1::2]).all() for a, b in zip(kept, plain))
+
+
+def test_epochs_that_are_broken_off_lose_no_slots(shards):
+    dl = pragma_dl(shards, max_tokens=1000, shuffle=True, num_workers=2, persistent_workers=True, timeout=WAIT)
+    want = PRAGMADataLoader(shards, max_tokens=1000, shuffle=True)
+    for _ in range(6):
+        for b in dl: break
+    del b
+    want.set_epoch(6)
+    assert [key(b) for b in dl] == [key(b) for b in want]
+    gc.collect()
+    assert dl._iterator.ring.free.all()
+
+
+@pytest.mark.skipif(not os.path.isdir('/dev/shm'), reason='shared memory is not a folder here')
+def test_shared_memory_is_given_back(shards):
+    before = set(os.listdir('/dev/shm'))
+    for kw in dict(num_workers=2), dict(num_workers=2, persistent_workers=True):
+        dl = pragma_dl(shards, max_tokens=500, shuffle=True, timeout=WAIT, **kw)
+        for _ in range(2): batches = list(dl)
+        del dl, batches
+        gc.collect()
+    assert not {o for o in set(os.listdir('/dev/shm'))-before if f'_{os.getpid()}_' in o}
