@@ -39,11 +39,12 @@ def spill_frame(
     for part in parts:
         mine = df
         if part.role=='event': mine = df.filter(pl.col('__time').is_not_null())
-        if part.role=='static': mine = df.filter(pl.col('__time').is_null())
+        if part.role=='static': mine = df.filter(pl.col('__time').is_null() & ~pl.col('__bad_time'))
         rows -= len(mine)
         if part.role=='event' and len(mine): facts.update(first=mine['__time'].min(), last=mine['__time'].max())
         if len(mine): chunks.append(spill_chunk(mine, f'{stem}.{part.number}', part.entity_col, part.columns, part.plain, part.number, digest))
-    return chunks, dict(facts, no_time=rows-(facts['unreadable'] if rows else 0), unreadable=facts['unreadable'] if rows else 0)
+    unreadable = min(rows, facts['unreadable'])
+    return chunks, dict(facts, no_time=rows-unreadable, unreadable=unreadable)
 
 def spill_frames(
     frames, # normalised chunks of one source or file

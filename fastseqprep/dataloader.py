@@ -352,6 +352,10 @@ def _one_by_one(bunches):
 
 class EpochDataLoader(DataLoader):
     "A `DataLoader` of a `PRAGMADataLoader`; each iteration is the next epoch"
+    def __init__(self,
+        dataset, # the `PRAGMADataLoader`
+        **kwargs # arguments of torch's `DataLoader`
+    ): super().__init__(dataset, **kwargs)
     def __iter__(self):
         ds = self.dataset
         epoch,todo = ds.next_epoch, ds.steps(ds.next_epoch, ds.next_start)

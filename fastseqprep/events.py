@@ -4,15 +4,16 @@
 
 # %% auto #0
 __all__ = ['TOKENIZER_NAME', 'LENGTHS_NAME', 'source_keys', 'make_parts', 'check_sources', 'entity_type', 'PRAGMADataset',
-           'spill_folder', 'Spilled', 'check_profile_ids', 'check_points', 'source_config']
+           'spill_folder', 'Spilled', 'check_profile_ids', 'check_points', 'source_config', 'same_in_zones']
 
 # %% ../nbs/21_events.ipynb #3ad7dd5d
 import os, shutil, tempfile, weakref
+from numbers import Integral
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np, polars as pl, pyarrow as pa
+import numpy as np, polars as pl, pyarrow as pa, pyarrow.parquet as pq
 from fastcore.basics import store_attr, patch
 from fastcore.foundation import L
 
@@ -25,7 +26,7 @@ from .kv import FieldInfo, Lut, feature_types, lifelong_key, record_types
 from .ragged import lengths_to_offsets
 from .resume import Addition, begin_addition, begin_run, lock_folder
 from .runner import Runner
-from .source import DataSource
+from .source import DataSource, as_frame
 from .spill import *
 from .store import *
 from .times import TimeRule, Where, calendar, parse_eval_time, read_times
@@ -80,6 +81,7 @@ def check_sources(
     names = [s.name for s in sources]
     if same := sorted({n for n in names if names.count(n)>1}): wrong.append(f'several sources are called {same}: give each a name of its own')
     kinds = {s.name:s.schema[s.entity_col] for s in sources if s.entity_col in s.schema}
+    if big := [n for n,t in kinds.items() if t in (pl.Int128, pl.UInt128)]: wrong.append(f'the entity ids of {big} are wider than 64 bits: read or cast them as text')
     if len({t.is_integer() for t in kinds.values()})>1: wrong.append(f'entity ids are integers in some sources and text in others: {({n:str(t) for n,t in kinds.items()})}; cast one of them')
     if wrong: raise ValueError('; '.join(wrong))
 
@@ -111,9 +113,10 @@ class PRAGMADataset:
         self.out_path = as_path(out_path)
         if tok is not None: self._check_tokenizer(tok)
         self.spilled = self.summary = None # chunks on disk, once read; what they hold, once asked for
-        self.split = None # the declared split, if the fit was on a part of the entities
         self.parts,self.part_of = make_parts(self.profiles, self.events)
 
+    @property
+    def split(self): return self.tok and self.tok.split # the declared split, if the fit was on a part of the entities
     @property
     def sources(self): return [*self.profiles, *self.events]
     def __repr__(self): return f'PRAGMADataset(profile={[s.name for s in self.profiles]}, events={[s.name for s in self.events]}, entity_col={self.entity_col!r}, out_path={str(self.out_path)!r})'
@@ -234,14 +237,16 @@ def fit_tokenizer(self:PRAGMADataset,
 )->Tokenizer:
     "Fit one tokenizer over all sources and save it in `out_path`"
     if fit_on not in ('all','train'): raise ValueError(f"fit_on is {fit_on!r}, expected 'all' or 'train'")
+    if not 0<valid_pct<1: raise ValueError(f'valid_pct is {valid_pct!r}, expected a share between 0 and 1')
     tok = Tokenizer(num_buckets, cardinality_threshold, **options)
+    if fit_on=='train': tok.split = dict(method='stable_hash', valid_pct=valid_pct, seed=seed, hash_version=HASH_VERSION)
     rule = FitOn(valid_pct, seed) if fit_on=='train' else None
     try: self.keep_tokenizer(tok.fit_counts(self._count(tok.counts(), rule)))
     except BaseException:
         self.close()
         raise
-    self.split = dict(method='stable_hash', valid_pct=valid_pct, seed=seed, hash_version=HASH_VERSION) if rule else None
     print(tok.summary())
+    if rule: print(f'Fitted on the training entities: all but {valid_pct:.0%} by stable hash, seed {seed}')
     return tok
 
 @patch
@@ -259,7 +264,7 @@ def keep_tokenizer(self:PRAGMADataset, tok:Tokenizer):
     if has_manifest(self.out_path) and not self.overwrite:
         if read_manifest(self.out_path).fitted_hash!=tok.hash:
             raise StoreError(f'{self.out_path} already holds shards of another tokenizer: pass overwrite=True to replace them, or choose another folder')
-    else: tok.save(safe_join(self.out_path, TOKENIZER_NAME))
+    if not has_manifest(self.out_path): tok.save(safe_join(self.out_path, TOKENIZER_NAME)) # finished output stays whole until new output is there
     self.tok = tok
 
 # %% ../nbs/21_events.ipynb #3efc82bd
@@ -268,6 +273,7 @@ TOKENIZER_NAME,LENGTHS_NAME = 'tokenizer.json','lengths.arrow'
 def check_points(
     points, # polars frame with the entity column and one column of times
     entity_col:str,
+    dtype:str, # type of the sources' ids, of `entity_type`
     zone:str, # zone of local times
 )->pl.DataFrame: # entity, eval_time (epoch seconds)
     "Evaluation points as ids and epoch seconds"
@@ -276,15 +282,29 @@ def check_points(
         raise ValueError(f'eval_time is a table with the columns {points.columns}, expected {entity_col!r} and one column of times')
     if nulls := points.null_count().row(0): 
         if sum(nulls): raise ValueError(f'eval_time has nulls {dict(zip(points.columns, nulls))}: drop those rows')
+    ids = points[entity_col].dtype
+    if ids.is_integer()!=(dtype!='string'): raise ValueError(f"eval_time has ids of type {ids}, the sources have {'text' if dtype=='string' else 'integers'}: cast them to the same")
+    wide = pl.String if dtype=='string' else pl.UInt64 if dtype=='uint64' else pl.Int64
     column = next(c for c in points.columns if c!=entity_col)
     seconds = read_times(points[column], TimeRule(zone=zone), Where('eval_time', column)).seconds
-    same = points.select(pl.col(entity_col).alias('entity'), eval_time=seconds)
+    try: same = points.select(pl.col(entity_col).cast(wide).alias('entity'), eval_time=seconds)
+    except pl.exceptions.InvalidOperationError: raise ValueError(f'eval_time has ids that do not fit the type of the sources, {dtype}') from None
     if same.is_duplicated().any(): raise ValueError(f'eval_time has the same {entity_col!r} and time more than once: {same.filter(same.is_duplicated()).row(0)}')
     return same
 
 def source_config(src:DataSource)->dict:
     "What was declared of a source, as plain data"
     return dict(asdict(src.roles), schema={c:str(src.schema[c]) for c in src.needed})
+
+def same_in_zones(
+    zones, # time zones of the sources
+    read, # gives what a time means in a zone
+): # what it means
+    "Read a time that must mean the same in all zones"
+    first,*others = [read(z) for z in zones]
+    same = all(first.equals(o) if isinstance(first, pl.DataFrame) else first==o for o in others)
+    if not same: raise ValueError(f"eval_time is local, and the event sources are in different time zones {zones}: give it with an offset, such as '2026-01-01T00:00:00Z'")
+    return first
 
 @patch
 def _config(self:PRAGMADataset, **settings)->dict:
@@ -333,20 +353,21 @@ def write_kv(self:PRAGMADataset,
 )->Path: # the folder
     "Write the token shards, the manifest and the ledger"
     if after_eval not in ('drop','keep'): raise ValueError(f"after_eval is {after_eval!r}, expected 'drop' or 'keep'")
-    if not isinstance(n_shards, int) or n_shards<1: raise ValueError(f'n_shards is {n_shards!r}, expected a whole number of at least 1')
+    if isinstance(n_shards, bool) or not isinstance(n_shards, Integral) or n_shards<1: raise ValueError(f'n_shards is {n_shards!r}, expected a whole number of at least 1')
     milestones = [s.name for s in self.sources if s.lifelong]
     if eval_time is None and milestones: raise ValueError(f'eval_time is missing: the lifelong columns of {milestones} are measured from it')
-    zone = self.sources[0].time_zone
-    is_table = isinstance(eval_time, (pl.DataFrame, pl.LazyFrame))
-    points = check_points(eval_time, self.entity_col, zone) if is_table else None
-    seconds = None if is_table or eval_time is None else parse_eval_time(eval_time, zone)
+    n_shards,is_table = int(n_shards), hasattr(eval_time, 'columns')
+    dtype = entity_type([s.schema[self.entity_col] for s in self.sources])
+    zones = sorted({s.time_zone for s in self.events or self.profiles})
+    points = same_in_zones(zones, lambda z: check_points(as_frame(eval_time), self.entity_col, dtype, z)) if is_table else None
+    seconds = None if is_table or eval_time is None else same_in_zones(zones, lambda z: parse_eval_time(eval_time, z))
     try:
         if self.tok is None: self.fit_tokenizer()
         config = self._config(n_shards=n_shards, after_eval=after_eval, eval_time=content_hash(points.rows()) if is_table else seconds, split=self.split)
         if append: begun = begin_addition(self.out_path, 'events', config, self._inputs())
         else: begun = begin_run(self.out_path, 'events', config, self._inputs(), names=('shard_*.parquet', LENGTHS_NAME), overwrite=self.overwrite)
         with begun as run:
-            if append: self._check_base(run.base)
+            if append: self._check_base(run.base, dtype, is_table)
             if run.done is None: self._write_shards(run, n_shards, seconds, points, after_eval=='keep')
             self.ledger = Ledger.from_dict(run.done.manifest.ledger)
     finally: self.close()
@@ -354,8 +375,14 @@ def write_kv(self:PRAGMADataset,
     return self.out_path
 
 @patch
-def _check_base(self:PRAGMADataset, base:Manifest):
-    "Fail unless new shards fit those of the manifest"
+def _check_base(self:PRAGMADataset, base:Manifest, dtype, points):
+    "Fail unless new shards fit those of the manifest; events keep the number that their source has there"
+    schema = pq.read_schema(safe_join(self.out_path, next(o.name for o in base.outputs if o.kind=='shard')))
+    if str(schema.field(0).type)!=dtype: raise StoreError(f'{self.out_path} has ids of type {schema.field(0).type}, this dataset {dtype}: cast them to the same')
+    if ('record_idx' in schema.names)!=points: raise StoreError(f"{self.out_path} was written {'with' if not points else 'without'} a table of evaluation points: add to it in the same way")
+    known = [s['name'] for s in base.config['sources'] if not s['is_profile']]
+    if new := [s.name for s in self.events if s.name not in known]: raise StoreError(f'{self.out_path} has no event source called {new}; it has {known}: name the source as before')
+    self.parts = tuple(p._replace(source_idx=known.index(p.name)) if p.role=='event' else p for p in self.parts)
     if base.fitted_hash!=self.tok.hash: raise StoreError(f"{self.out_path} holds shards of another tokenizer: add to it with tok=Tokenizer.load('{self.out_path}')")
     if base.entity_col!=self.entity_col: raise StoreError(f'{self.out_path} has the entity column {base.entity_col!r}, this dataset {self.entity_col!r}: use the same')
 

@@ -63,7 +63,7 @@ class Part(NamedTuple):
     @property
     def columns(self): return list(dict.fromkeys(f.column for f in self.fields))
     @property
-    def plain(self): return [*self.lifelong, *(['__time','__instant'] if self.role=='event' else [])]
+    def plain(self): return [*self.lifelong, *(['__time','__past','__instant'] if self.role=='event' else [])]
 
 # %% ../nbs/11b_histories.ipynb #67ba491a
 class Slice(NamedTuple):
@@ -145,7 +145,7 @@ def event_block(
 )->tuple: # Block; (R,) time of each record's newest event (-2⁶³: none); number of rows that some record sees
     "Tokens of an event source"
     time = rows.columns['__time']
-    seen,rec,number = record_rows(rows.entity, time, rec_entity, rec_cut)
+    seen,rec,number = record_rows(rows.entity, rows.columns['__past'], rec_entity, rec_cut)
     toks = field_tokens([(l, c[seen]) for l,c in zip(rows.luts, rows.codes)], base)
     newest = np.full(len(rec_entity), null_int)
     newest[rec] = time[seen] # rows are in order of time: the last one stays
@@ -228,7 +228,7 @@ def shard_records(
         n = len(ids)
         return np.arange(n), np.full(n, no_cut if task.eval_time is None else task.eval_time), np.zeros(n, np.int64)
     points = read_arrays(task.points)
-    rank = pc.index_in(points['entity'].cast(ids.type), value_set=ids)
+    rank = pc.index_in(points['entity'], value_set=ids.cast(points['entity'].type))
     known = rank.is_valid().to_numpy(zero_copy_only=False)
     rank,when = rank.drop_null().to_numpy().astype(np.int64), points['eval_time'].to_numpy()[known]
     order = np.lexsort((when, rank))
@@ -322,7 +322,7 @@ def write_shard(task:ShardTask)->dict: # ledger, rows and records of the shard
     for name,n in late.items(): ledger.add(name, **{'milestones after the evaluation time':n})
     table = shard_table(task, ids, records, newest, blocks, sources, pa.concat_arrays(values) if values else pa.array([], pa.large_string()))
     write_kv_shard(task.path, table)
-    sizes = record_sizes(blocks, np.array([f.key==lifelong_key for f in task.fields]), len(rec_entity))
+    sizes = record_sizes(blocks, np.array([f.key==lifelong_key for f in task.fields], bool), len(rec_entity))
     used = sizes.profile_tokens+sizes.lifelong_tokens+sizes.event_tokens>0
     write_arrays(f'{task.path}.sizes', dict(entity=ids.take(pa.array(rec_entity[used])), **{n:a[used] for n,a in sizes._asdict().items()}))
     files = [dict(name=Path(p).name, bytes=Path(p).stat().st_size) for p in (task.path, f'{task.path}.sizes')]

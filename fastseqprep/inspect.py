@@ -289,9 +289,6 @@ class Shown:
         text = ' '.join(text.split()) if text.strip() else repr(text)
         return text if len(text)<=self.width else text[:self.width-1]+'…'
 
-    def __repr__(self): return self.text()
-    def _repr_html_(self): return self.html()
-
 @patch
 def lines(self:Shown)->list: # (uid, [(what, before, day, [(key, value, answer), ...]), ...], events not shown)
     "The lines of each record"
@@ -305,6 +302,7 @@ def lines(self:Shown)->list: # (uid, [(what, before, day, [(key, value, answer),
         res.append((uid, body, max(0, total-rec['event'].n_unique()+rec['event'].has_nulls())))
     return res
 
+# %% ../nbs/31b_inspect.ipynb #80a1299b
 @patch
 def text(self:Shown)->str:
     "As aligned text"
@@ -319,7 +317,10 @@ def text(self:Shown)->str:
     if self.n_users is not None and self.n_users>len(lines): out.append(f'… {_more(self.n_users-len(lines), "record")}')
     return '\n'.join(out)
 
-# %% ../nbs/31b_inspect.ipynb #32de451f
+@patch
+def __repr__(self:Shown): return self.text()
+
+# %% ../nbs/31b_inspect.ipynb #dbc0df75
 @patch
 def html(self:Shown)->str:
     "As an HTML table"
@@ -335,6 +336,10 @@ def html(self:Shown)->str:
     head = ''.join(f'<th style="text-align:left">{h}</th>' for h in ('', 'part', 'before', 'day', 'values'))
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(f'<tr>{r}</tr>' for r in rows)}</tbody></table>"
 
+@patch
+def _repr_html_(self:Shown): return self.html()
+
+# %% ../nbs/31b_inspect.ipynb #ec734ec0
 def _totals(x, entity_col):
     "Events of each record, and the number of records where it is known"
     if isinstance(x, dict) and 'events' in x: return [len(x['events'])],1

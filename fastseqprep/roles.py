@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 import polars as pl
 from fastcore.basics import listify, patch
-from .times import TimeRule, Where, read_times, time_dtype_problem, time_problems
+from .times import TimeRule, Where, instants_per_second, read_times, time_dtype_problem, time_problems
 
 # %% ../nbs/00c_roles.ipynb #a153acea
 class Field(NamedTuple):
@@ -67,7 +67,7 @@ def did_you_mean(name, names)->str:
     found = difflib.get_close_matches(str(name), [str(o) for o in names], 1, .6)
     return f", did you mean {found[0]!r}?" if found else ''
 
-_RESERVED = '__instant','__time','__bad_time'   # columns that `normalised` adds
+_RESERVED = '__instant','__time','__past','__bad_time'   # columns that `normalised` adds
 
 def _name_problems(r:Roles, cols)->list:
     "Missing, doubled and forbidden columns"
@@ -83,7 +83,7 @@ def _name_problems(r:Roles, cols)->list:
     res += [f"signed_conts {c!r} is not in conts{did_you_mean(c, r.conts)}" for c in r.signed_conts if c not in r.conts]
     keys = [f.name for f in r.fields]
     res += [f"{c!r} is needed for the sign of {c[:-5]!r}: rename that column" for c in keys if c[-5:]=='_sign' and c[:-5] in r.signed_conts]
-    return res + [f"{c!r} is a reserved name: rename that column" for c in keys if c=='lifelong'] + [f"{c!r} is a reserved name: rename that column" for c in r.needed if c in _RESERVED]
+    return res + [f"{c!r} is a reserved name: rename that column" for c in keys if c=='lifelong'] + [f"{c!r} is a reserved name: rename that column" for c in r.needed if c in _RESERVED] + [f"{c!r} reads like a pattern of names: rename that column" for c in dict.fromkeys(r.needed) if c=='*' or c.startswith('^') and c.endswith('$')]
 
 # %% ../nbs/00c_roles.ipynb #708d9439
 def is_text(d)->bool: return d in (pl.String, pl.Categorical, pl.Enum)
@@ -125,12 +125,14 @@ def normalised(
     df:pl.DataFrame,     # rows of the source, with at least the `needed` columns
     label:str=None,      # file they are from, for error messages
     row_offset:int=0,    # rows of that file before them, for error messages
-)->pl.DataFrame:         # entity, `__instant`, `__time`, `__bad_time`, fields, lifelong; rows as they were
+)->pl.DataFrame:         # entity, `__instant`, `__time`, `__past`, `__bad_time`, fields, lifelong; rows as they were
     "Rows with their times read and checked"
-    if self.is_profile: times = [pl.lit(0, pl.Int64).alias('__instant'), pl.lit(0, pl.Int64).alias('__time'), pl.lit(False).alias('__bad_time')]
+    if self.is_profile: times = [pl.lit(0, pl.Int64).alias('__instant'), pl.lit(0, pl.Int64).alias('__time'), pl.lit(0, pl.Int64).alias('__past'), pl.lit(False).alias('__bad_time')]
     else:
         t = read_times(df[self.time_col], self.rule, Where(self.name, self.time_col, label, row_offset))
         if self.null_time=='error' and t.seconds.null_count(): _null_time_error(self, t, df, label, row_offset)
-        times = [t.instant.alias('__instant'), t.seconds.alias('__time'), t.bad.alias('__bad_time')]
+        per = instants_per_second(df[self.time_col].dtype, self.rule)
+        past = t.seconds if per==1 else -((-t.instant)//per)
+        times = [t.instant.alias('__instant'), t.seconds.alias('__time'), past.alias('__past'), t.bad.alias('__bad_time')]
     lifelong = [read_times(df[c], self.rule, Where(self.name, c, label, row_offset)).seconds.alias(c) for c in self.lifelong]
     return df.select(self.entity_col, *times, *(f.name for f in self.fields), *lifelong)

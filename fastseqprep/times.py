@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['UNITS', 'MAX_SECONDS', 'zone_problem', 'format_problem', 'time_problems', 'TimeRule', 'Where', 'Times',
            'number_times', 'unit_hint', 'compact_dates', 'to_utc', 'date_to_utc', 'iso_parts', 'text_times',
-           'time_dtype_problem', 'read_times', 'calendar', 'parse_eval_time']
+           'time_dtype_problem', 'instants_per_second', 'read_times', 'calendar', 'parse_eval_time']
 
 # %% ../nbs/00b_times.ipynb #24630e34
 import datetime as dt, difflib, math, numbers, zoneinfo
@@ -239,6 +239,17 @@ def _why_bad(s:pl.Series, rule:TimeRule)->str:
         return f"{s[0]} does not exist in {rule.zone}, where clocks are put forward (or that day was left out)"
     what = f"with time_format {rule.format!r}" if rule.format else f"as ISO 8601 or a number of {rule.unit!r}"
     return f"{s[0]!r} cannot be read {what}"
+
+# %% ../nbs/00b_times.ipynb #61027895
+def instants_per_second(
+    dtype,         # of a column of times
+    rule:TimeRule, # how it is meant
+)->int:
+    "How many units of `Times.instant` make a second"
+    if dtype==pl.Date: return 10**6
+    if isinstance(dtype, pl.Datetime): return UNITS[dtype.time_unit]
+    as_text = not dtype.is_numeric() and dtype!=pl.Null or (rule.format and dtype.is_integer())
+    return UNITS[rule.unit] if not as_text and (dtype.is_integer() or dtype==pl.Null) else UNITS[rule.fine]
 
 # %% ../nbs/00b_times.ipynb #5a5e8a36
 def read_times(

@@ -43,6 +43,7 @@ class Tokenizer:
         self.num_buckets,self.cardinality_threshold,self.min_freq,self.max_values_per_key = num_buckets,cardinality_threshold,min_freq,max_values_per_key
         self.values,self.shared_domains,self.null_token = values,{d:listify(k) for d,k in (shared_domains or {}).items()},null_token
         self.bpe_vocab_size,self.bpe_alphabet,self.vocab = bpe_vocab_size,bpe_alphabet,None
+        self.split = None # which entities it was fitted on, where that was a part of them
         problems = self._problems()
         if problems: raise ValueError(f"Tokenizer: {'; '.join(problems)}.")
 
@@ -430,7 +431,8 @@ def to_dict(self:Tokenizer)->dict:
     "All that was set and fitted, as plain data"
     return dict(format=_FORMAT, version=_VERSION, key_vocab=self.key_vocab, val_vocab=self.val_vocab, num_bounds=self.num_bounds,
         lowcard_text_keys=self.lowcard_text_keys, num_buckets=self.num_buckets, cardinality_threshold=self.cardinality_threshold,
-        kinds=self.kinds, options={k:getattr(self, k) for k in _OPTIONS}, bpe_offset=self.bpe_offset, bpe=self.bpe.json if self.bpe else None)
+        kinds=self.kinds, options={k:getattr(self, k) for k in _OPTIONS}, bpe_offset=self.bpe_offset, bpe=self.bpe.json if self.bpe else None,
+        **(dict(split=self.split) if self.split else {}))
 
 @patch(as_prop=True)
 def hash(self:Tokenizer)->str:
@@ -464,7 +466,7 @@ def from_dict(cls:Tokenizer,
     self.keys = unescape(keys).to_list() if ours else keys
     self.vocab = ValueVocab.from_names(sorted(d['val_vocab'], key=d['val_vocab'].get), self.values=='per_key', escaped=ours)
     self.kinds,self.lowcard_text_keys,self.num_bounds = d.get('kinds', {}),list(d['lowcard_text_keys']),{k:list(b) for k,b in d['num_bounds'].items()}
-    self.bpe = BytePairs(d['bpe']) if d.get('bpe') else None
+    self.bpe,self.split = BytePairs(d['bpe']) if d.get('bpe') else None,d.get('split')
     self._forget()
     return self
 

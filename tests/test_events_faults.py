@@ -1,5 +1,5 @@
 """Bad input gives one clear error and writes nothing; a killed run leaves no half file and is finished by running again."""
-import hashlib, json, os, signal, subprocess, sys, textwrap
+import datetime as dt, hashlib, json, os, signal, subprocess, sys, textwrap
 from pathlib import Path
 
 import polars as pl, pytest
@@ -8,6 +8,7 @@ from events_tables import make_frames, run_job, write_files
 from fastseqprep.source import DataSource
 from fastseqprep.tokenizer import Tokenizer
 from fastseqprep.events import PRAGMADataset
+from fastseqprep.store import StoreError, open_store
 from fastseqprep.dataloader import PRAGMADataLoader
 
 HERE = Path(__file__).parent
@@ -305,3 +306,74 @@ def check_killed(folder, whole):
 
 def digests_of(folder):
     return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in folder.iterdir() if f.is_file()}
+
+
+# ---------------------------------------------------------------- the evaluation time, to the instant
+
+def _visits(**kw):
+    df = pl.DataFrame(dict(id=[1, 1, 1], t=[dt.datetime(2024, 1, 1, 0, 0, 0, us) for us in (0, 200_000, 900_000)], a=['at', 'after', 'later']))
+    return DataSource(df, cats='a', time_col='t', entity_col='id', name='visits', **kw)
+
+
+def _values(folder): return pl.read_parquet(folder/'shard_0.parquet')['value'].to_list()
+
+
+def test_a_part_of_a_second_after_the_evaluation_time_is_after_it(tmp_path):
+    PRAGMADataset(events=_visits(), entity_col='id', out_path=tmp_path/'one', progress=False).write_kv('2024-01-01', n_shards=1)
+    assert _values(tmp_path/'one') == ['at']
+    points = pl.DataFrame(dict(id=[1], t=['2024-01-01']))
+    PRAGMADataset(events=_visits(), entity_col='id', out_path=tmp_path/'points', progress=False).write_kv(points, n_shards=1)
+    assert _values(tmp_path/'points') == ['at']
+
+
+def test_a_local_evaluation_time_means_what_it_means_to_the_events(tmp_path):
+    night = DataSource(pl.DataFrame(dict(id=[1], t=['2024-06-01T03:00:00'], a=['x'])), cats='a', time_col='t', entity_col='id', name='tokyo', time_zone='Asia/Tokyo')
+    people = DataSource(pl.DataFrame(dict(id=[1], g=['m'])), cats='g', entity_col='id', is_profile=True, name='people')
+    PRAGMADataset(people, night, entity_col='id', out_path=tmp_path/'one', progress=False).write_kv('2024-06-01', n_shards=1)
+    assert _values(tmp_path/'one') == ['m'] # three in the morning lies after that day's beginning there
+    both = PRAGMADataset(people, [night, _visits()], entity_col='id', out_path=tmp_path/'two', progress=False)
+    with pytest.raises(ValueError, match='different time zones.*with an offset'): both.write_kv('2024-06-01', n_shards=1)
+    both.write_kv('2024-06-01T00:00:00Z', n_shards=1)
+
+
+def test_evaluation_points_with_ids_of_another_type_are_refused(tmp_path):
+    ds = PRAGMADataset(events=_visits(), entity_col='id', out_path=tmp_path/'out', progress=False)
+    with pytest.raises(ValueError, match='has ids of type String, the sources have integers'): ds.write_kv(pl.DataFrame(dict(id=['1'], t=['2024-01-01'])), n_shards=1)
+
+
+def test_what_does_not_fit_a_finished_folder_is_not_added_to_it(tmp_path):
+    out = tmp_path/'out'
+    PRAGMADataset(events=_visits(), entity_col='id', out_path=out, progress=False).write_kv(n_shards=1)
+    before = {p.name: p.read_bytes() for p in out.iterdir() if p.is_file()}
+    def add(source, **kw): PRAGMADataset(events=source, entity_col='id', out_path=out, tok=Tokenizer.load(out), progress=False).write_kv(append=True, n_shards=1, **kw)
+    frame = pl.DataFrame(dict(id=['b'], t=[1], a=['at']))
+    with pytest.raises(StoreError, match='has ids of type int64, this dataset string'): add(DataSource(frame, cats='a', time_col='t', entity_col='id', name='visits'))
+    with pytest.raises(StoreError, match="no event source called .'others'"): add(DataSource(frame.with_columns(id=pl.lit(7, dtype=pl.Int64)), cats='a', time_col='t', entity_col='id', name='others'))
+    with pytest.raises(StoreError, match='evaluation points'): add(_visits(), eval_time=pl.DataFrame(dict(id=[1], t=['2025-01-01'])))
+    assert {p.name: p.read_bytes() for p in out.iterdir() if p.is_file()} == before
+
+
+def test_a_finished_folder_stays_whole_until_the_new_output_is_there(tmp_path):
+    out = tmp_path/'out'
+    PRAGMADataset(events=_visits(), entity_col='id', out_path=out, progress=False).write_kv(n_shards=1)
+    other = DataSource(pl.DataFrame(dict(id=[1], t=[1], b=['x'])), cats='b', time_col='t', entity_col='id', name='other')
+    job = PRAGMADataset(events=other, entity_col='id', out_path=out, overwrite=True, progress=False)
+    job.fit_tokenizer()
+    open_store(out, deep=True)
+    job.write_kv(n_shards=1)
+    assert _values(open_store(out, deep=True).folder) == ['x']
+
+
+def test_the_split_stays_with_the_tokenizer(tmp_path):
+    df = pl.DataFrame(dict(id=range(40), t=range(40), a=[f'v{i}' for i in range(40)]))
+    source = DataSource(df, cats='a', time_col='t', entity_col='id', name='visits')
+    PRAGMADataset(events=source, entity_col='id', out_path=tmp_path/'fit', progress=False).fit_tokenizer(fit_on='train', valid_pct=.3, seed=7)
+    PRAGMADataset(events=source, entity_col='id', out_path=tmp_path/'out', tok=Tokenizer.load(tmp_path/'fit'), progress=False).write_kv(n_shards=1)
+    assert open_store(tmp_path/'out').manifest.split == dict(method='stable_hash', valid_pct=.3, seed=7, hash_version=1)
+    with pytest.raises(ValueError, match='valid_pct is 1.5'): PRAGMADataset(events=source, entity_col='id', out_path=tmp_path/'no', progress=False).fit_tokenizer(fit_on='train', valid_pct=1.5)
+
+
+def test_a_source_without_fields_gives_no_tokens(tmp_path):
+    plain = DataSource(pl.DataFrame(dict(id=[1], t=[1])), time_col='t', entity_col='id', name='plain')
+    PRAGMADataset(events=plain, entity_col='id', out_path=tmp_path/'out', progress=False).write_kv(n_shards=1)
+    assert _values(tmp_path/'out') == []
