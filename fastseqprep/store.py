@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['MANIFEST_NAME', 'MANIFEST_FORMAT', 'MANIFEST_VERSION', 'WORK_NAME', 'Ledger', 'text_table', 'html_table', 'path_hash',
-           'InputFile', 'OutputFile', 'input_files', 'input_frame', 'Manifest', 'write_manifest', 'has_manifest',
-           'read_manifest', 'Store', 'open_store']
+           'InputFile', 'OutputFile', 'input_files', 'input_frame', 'Manifest', 'manifest_name', 'write_manifest',
+           'has_manifest', 'read_manifest', 'work_name', 'Store', 'open_store']
 
 # %% ../nbs/10_store.ipynb #6fbfea21
 import hashlib, html, posixpath, re
@@ -221,21 +221,28 @@ def run_key(self:Manifest)->'str|None': # none when an input has no content hash
     if any(i.sha256 is None for i in self.inputs): return None
     return content_hash([self.format, self.version, self.job, self.config_hash, [i.model_dump(include={'name', 'bytes', 'sha256'}) for i in self.inputs]])
 
+def manifest_name(
+    scope:str='', # data set inside the folder, such as `data/clicks`; by default all of the folder
+)->str: # relative to the folder
+    "Name of the manifest: one of the whole folder, or one for each data set where several share a folder"
+    return f'{scope}.{MANIFEST_NAME}' if scope else MANIFEST_NAME
+
 def write_manifest(
     folder, # the folder that it describes
     manifest:Manifest, # what to say of it
+    scope:str='', # data set inside the folder
 )->None:
     "Write `manifest.json`; the last act of a run"
-    write_json(safe_join(folder, MANIFEST_NAME), manifest.model_dump())
+    write_json(safe_join(folder, manifest_name(scope)), manifest.model_dump())
 
 # %% ../nbs/10_store.ipynb #a7b010fa
-def has_manifest(folder)->bool:
+def has_manifest(folder, scope:str='')->bool:
     "Whether `folder` holds a finished run"
-    return exists(safe_join(folder, MANIFEST_NAME))
+    return exists(safe_join(folder, manifest_name(scope)))
 
-def read_manifest(folder)->Manifest:
+def read_manifest(folder, scope:str='')->Manifest:
     "The manifest of `folder`"
-    path = safe_join(folder, MANIFEST_NAME)
+    path = safe_join(folder, manifest_name(scope))
     raw = read_json(path)
     if not isinstance(raw, dict) or raw.get('format')!=MANIFEST_FORMAT: raise StoreError(f'{path} is not a manifest of fastseqprep')
     version = raw.get('version')
@@ -248,6 +255,13 @@ def read_manifest(folder)->Manifest:
 
 # %% ../nbs/10_store.ipynb #70d28008
 WORK_NAME = '.run' # where an unfinished run keeps its files, see `begin_run`
+
+def work_name(
+    scope:str='', # data set inside the folder
+)->str: # relative to the folder
+    "Name of the folder in which an unfinished run keeps its files"
+    place,_,name = scope.rpartition('/')
+    return f"{place}{'/' if place else ''}.{name}{WORK_NAME}" if scope else WORK_NAME
 _shard_patterns = 'shard_*.parquet','shard_id=*/*.parquet'
 
 class Store:
@@ -320,11 +334,13 @@ def _foreign_shards(folder)->list:
 def open_store(
     folder, # an output folder: local path or URL
     deep:bool=False, # also compare the content of every file with its hash
+    scope:str='', # data set inside the folder, where several share it
 )->Store:
     "Open an output folder, checked against its manifest"
-    if has_manifest(folder): return Store(folder, read_manifest(folder)).verify(deep)
-    if exists(safe_join(folder, f'{WORK_NAME}/run.json')):
+    if has_manifest(folder, scope): return Store(folder, read_manifest(folder, scope)).verify(deep)
+    if exists(safe_join(folder, f'{work_name(scope)}/run.json')):
         raise StoreError(f'{folder} holds a run that was not finished: run the job again to complete it')
+    if scope: raise FileNotFoundError(f'{safe_join(folder, manifest_name(scope))} does not exist, so there is no data set {scope!r} in {folder}')
     if not exists(folder): raise FileNotFoundError(f'{folder} does not exist')
     names = _foreign_shards(folder)
     if not names: raise FileNotFoundError(f"{folder} holds neither {MANIFEST_NAME} nor shards ({' or '.join(_shard_patterns)})")
