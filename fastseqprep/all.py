@@ -13,34 +13,70 @@ from .times import *
 from .roles import *
 from .scan import *
 from .source import *
+from .tables import *
+from .arrange import *
+from .sequences import *
+from .rules import *
+from .compose import *
 from .vocab import *
+from .categories import *
 from .numeric import *
 from .bpe import *
 from .counts import *
+from .moments import *
 from .tokenizer import *
+from .split import *
+from .window import *
+from .templates import *
+from .text_tokenizer import *
+from .pieces import *
+from .sections import *
+from .text_config import *
+from .pack import *
 from .ragged import *
 from .files import *
 from .records import *
+from .ptfile import *
 from .store import *
 from .kv import *
 from .compiled import *
 from .resume import *
+from .payload import *
+from .blocks import *
+from .blockfiles import *
+from .metadata import *
 from .runner import *
 from .spill import *
 from .histories import *
 from .chunks import *
 from .sample import *
+from .keys import *
+from .config import *
+from .depth import *
+from .columns import *
+from .prepare import *
+from .preprocess import *
+from .encoder import *
+from .show_windows import *
 from .events import *
 from .data import *
 from .plan import *
 from .masking import *
+from .batch import *
+from .loader import *
 from .inspect import *
+from .table_command import *
 if _find_spec('torch'):
     from fastseqprep.dataset import *
     from fastseqprep.handover import *
     from fastseqprep.dataloader import *
-    from fastseqprep.batch import *
+    from fastseqprep.window_data import *
+    from fastseqprep.window_samples import *
+    from fastseqprep.span_mask import *
+    from fastseqprep.window_loader import *
 if _find_spec('fastai'):
     from fastseqprep.learner import *
+    from fastseqprep.checkpoints import *
+    from fastseqprep.window_dls import *
 
 __all__ = [o for o in globals() if not o.startswith('_')]

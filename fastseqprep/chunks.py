@@ -12,11 +12,12 @@ from typing import NamedTuple
 import numpy as np, polars as pl, pyarrow as pa
 
 from .counts import FieldCounts
-from .hashing import shard_of, split_position
+from .hashing import shard_of, split_position, stable_hash
 from .histories import Part
 from .roles import Field
 from .scan import read_chunks
 from .spill import *
+from .times import on_one_scale
 from .tokenizer import Tokenizer
 from .vocab import as_series
 
@@ -35,7 +36,8 @@ def spill_frame(
 )->tuple: # `Chunk`s; facts
     "Spill the rows of one chunk, each to its part"
     chunks,rows = [],len(df)
-    facts = dict(read=rows, unreadable=int(df['__bad_time'].sum()), first=None, last=None)
+    facts = dict(read=rows, unreadable=int(df['__bad_time'].sum()), moments=int(df['__bad_moments'].sum()) if '__bad_moments' in df.columns else 0, first=None, last=None)
+    df = df.with_columns(on_one_scale(df[c], 1).alias(f'__past_{c}') for c in parts[0].lifelong if f'__past_{c}' not in df.columns)
     for part in parts:
         mine = df
         if part.role=='event': mine = df.filter(pl.col('__time').is_not_null())
@@ -72,9 +74,16 @@ def spill_file(task:FileTask)->tuple: # as `spill_frames`
 
 # %% ../nbs/11c_chunks.ipynb #6c468b80
 class FitOn(NamedTuple):
-    "The entities that a tokenizer is fitted on: those whose position in [0,1) is at least `valid_pct`"
-    valid_pct:float # share of entities that are held out
-    seed:int # another seed holds out others
+    "The entities that a tokenizer is fitted on: those whose position in [0,1) is at least `valid_pct`, or those listed"
+    valid_pct:float=0. # share of entities that are held out
+    seed:int=0 # another seed holds out others
+    listed:str=None # file with the hashes of the entities, sorted
+
+    def among(self, ids)->np.ndarray: # (n,) bool
+        "Which of the ids are fitted on"
+        if self.listed is None: return split_position(ids, self.seed) >= self.valid_pct
+        known,hashes = read_arrays(self.listed)['hashes'].to_numpy(),stable_hash(ids)
+        return known[np.minimum(np.searchsorted(known, hashes), len(known)-1)]==hashes
 
 class CountTask(NamedTuple):
     "All that a worker needs to count a chunk"
@@ -88,8 +97,7 @@ def count_chunk(task:CountTask)->FieldCounts:
     codes,dicts = read_arrays(task.chunk.path), read_arrays(task.chunk.dicts)
     entity,rows,counts = task.part.entity_col, slice(None), FieldCounts(task.text_limit)
     if task.fit_on is not None:
-        train = split_position(dicts[entity], task.fit_on.seed) >= task.fit_on.valid_pct
-        rows = train[codes[entity].to_numpy()]
+        rows = task.fit_on.among(dicts[entity])[codes[entity].to_numpy()]
     for f in task.part.fields:
         if f.kind=='sign': continue # counted with the number it belongs to
         *found,nulls = np.bincount(codes[f.column].to_numpy()[rows], minlength=len(dicts[f.column])+1)

@@ -13,10 +13,12 @@ from inspect import Parameter, signature
 
 from fastcore.docments import docments
 from . import __version__
+from .table_command import preprocess_command
 
 # %% ../nbs/50_cli.ipynb #feb458dd
 class UsageError(ValueError):
     "A command line that cannot be understood"
+    exit_code = 2
 
 class _Parser(argparse.ArgumentParser):
     def __init__(self, *args, **kwargs): super().__init__(*args, **kwargs, allow_abbrev=False)
@@ -48,8 +50,14 @@ def verify(
     folder:str, # output folder of a job: a local path or a URL
 ):
     "Compare every file of a folder with its manifest: is it there, whole and unchanged?"
-    from fastseqprep.store import Ledger, StoreError, open_store
-    store = open_store(folder, deep=True)
+    from fastseqprep.files import list_files
+    from fastseqprep.store import MANIFEST_NAME, Ledger, StoreError, has_manifest, open_store
+    scopes = [''] if has_manifest(folder) else [n.removesuffix(f'.{MANIFEST_NAME}') for n in list_files(folder, f'data/*.{MANIFEST_NAME}')] or [''] # a project of tables has a manifest for each
+    for scope in scopes: _verify(folder, open_store(folder, deep=True, scope=scope))
+
+def _verify(folder, store):
+    "Tell what was compared"
+    from fastseqprep.store import Ledger, StoreError
     if store.manifest is None: raise StoreError(f'{folder} has no manifest.json, so there is nothing to compare its {len(store.shards)} shards with')
     m = store.manifest
     print(f'{store}\n{len(m.outputs)} files, {sum(o.bytes for o in m.outputs):,} bytes: all as the manifest says (written by fastseqprep {m.package})')
@@ -221,7 +229,7 @@ def demo(
     print(f'{time.perf_counter()-start:.0f} seconds')
 
 # %% ../nbs/50_cli.ipynb #784a4481
-commands = dict(demo=demo, inspect=inspect_path, verify=verify)
+commands = dict(demo=demo, preprocess=preprocess_command, inspect=inspect_path, verify=verify)
 
 def make_parser(
     debug=argparse.SUPPRESS, # value of `--debug` where it is not given
@@ -233,7 +241,8 @@ def make_parser(
     parser.add_argument('--version', action='version', version=f'fastseqprep {__version__}')
     subs = parser.add_subparsers(dest='command', metavar='COMMAND', title='commands')
     for name,fn in commands.items():
-        add_arguments(subs.add_parser(name, parents=[common], help=fn.__doc__, description=fn.__doc__), fn)
+        sub = subs.add_parser(name, parents=[common], help=fn.__doc__, description=fn.__doc__)
+        fn.arguments(sub) if hasattr(fn, 'arguments') else add_arguments(sub, fn)
     parser.subs = subs.choices
     return parser
 
@@ -261,7 +270,7 @@ def main(
     args:list=None, # words of the command line; by default those of this process
 )->int: # exit code
     "The command `fastseqprep`"
-    args = sys.argv[1:] if args is None else list(args)
+    args,command = sys.argv[1:] if args is None else list(args), None
     try:
         parser,found = parse(args)
         command = found.pop('command')
@@ -277,4 +286,7 @@ def main(
     except Exception as e:
         if '--debug' in args: raise
         print(f'fastseqprep: {_one_line(e)}' + ("; see 'fastseqprep --help'" if isinstance(e, UsageError) else ''), file=sys.stderr)
-        return 2
+        return getattr(e, 'exit_code', 1 if command=='preprocess' else 2)
+
+
+if __name__=='__main__' and not hasattr(sys, 'ps1') and sys.argv[0]==globals().get('__file__'): sys.exit(main())

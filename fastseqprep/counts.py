@@ -10,7 +10,7 @@ import json
 import numpy as np, polars as pl, pyarrow as pa
 from fastcore.basics import patch
 from .source import Field
-from .vocab import as_series, value_strings, dictionary_encode, code_counts, count_values, merge_counts
+from .vocab import as_series, category_strings, dictionary_encode, code_counts, count_values, merge_counts
 from .numeric import NumericCounts, magnitude, sign_words, to_float
 from .bpe import count_words
 
@@ -52,6 +52,8 @@ def declare(self:FieldCounts,
         else: self.parts.setdefault((kind,name), [])
         if kind=='text': self._option(name, cardinality_threshold=roles.cardinality_threshold)
     self.lifelong |= set(roles.lifelong)
+    taken = {key for kind,key in self.parts if kind=='sign'} & ({key for kind,key in self.parts if kind!='sign'} | set(self.numbers))
+    if taken: raise ValueError(f"{', '.join(f'field {k!r} is needed for the sign of {k[:-5]!r}' for k in sorted(taken))} in another source: rename that column.")
     return self
 
 @patch(as_prop=True)
@@ -99,7 +101,10 @@ def add(self:FieldCounts,
         seen = self.unread.setdefault(key, [0,0])
         seen[0],seen[1] = seen[0]+int(counts.sum()),seen[1]+int(counts[to_float(s).is_null().to_numpy()].sum())
         if signed: self._put('sign', f'{key}_sign', count_values(pl.concat([sign_words(s), pl.Series(['unknown'])]), [*counts, nulls]))
-    else: self._put(kind, key, count_values(value_strings(s), counts))
+    else:
+        texts = category_strings(s)
+        nulls += int(counts[texts.is_null().to_numpy()].sum()) # NaN and infinities
+        self._put(kind, key, count_values(texts, counts))
     self.nulls[kind,key] = self.nulls.get((kind,key), 0)+nulls
     return self
 

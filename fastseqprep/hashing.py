@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['HASH_VERSION', 'SHARD_SEED', 'SPLIT_SEED', 'canonical_ids', 'stable_hash', 'counter_hash', 'unit_interval',
-           'shard_of', 'split_position', 'content_hash', 'file_hash']
+           'shard_of', 'split_position', 'content_hash', 'ids_hash', 'file_hash']
 
 # %% ../nbs/00a_hashing.ipynb #a3694a5d
 import hashlib, json
@@ -132,6 +132,13 @@ def content_hash(
     "SHA-256 of the canonical JSON of `obj`"
     plain = json.loads(json.dumps(obj, allow_nan=False))   # what a reader of the file would get
     return hashlib.sha256(json.dumps(plain, sort_keys=True, separators=(',',':')).encode()).hexdigest()
+
+# %% ../nbs/00a_hashing.ipynb #58cff7be
+def ids_hash(
+    ids, # ids as polars Series, Arrow array, numpy array or list
+)->str:  # 64 hexadecimal digits
+    "SHA-256 of a set of ids"
+    return content_hash(canonical_ids(ids).unique().sort().to_list())
 
 # %% ../nbs/00a_hashing.ipynb #a558b926
 def file_hash(

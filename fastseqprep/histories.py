@@ -17,7 +17,7 @@ from .kv import *
 from .ragged import range_index
 from .spill import *
 from .store import Ledger
-from .times import calendar
+from .times import EvalTime, calendar
 
 # %% ../nbs/11b_histories.ipynb #1692c6f3
 no_cut = np.iinfo(np.int64).max # evaluation time of a record that is not cut
@@ -63,7 +63,7 @@ class Part(NamedTuple):
     @property
     def columns(self): return list(dict.fromkeys(f.column for f in self.fields))
     @property
-    def plain(self): return [*self.lifelong, *(['__time','__past','__instant'] if self.role=='event' else [])]
+    def plain(self): return [*self.lifelong, *(f'__past_{c}' for c in self.lifelong), *(['__time','__past','__instant'] if self.role=='event' else [])]
 
 # %% ../nbs/11b_histories.ipynb #67ba491a
 class Slice(NamedTuple):
@@ -140,9 +140,9 @@ class Block(NamedTuple):
 def event_block(
     rows:PartRows,
     rec_entity:np.ndarray, # (R,) entity of each record
-    rec_cut:np.ndarray, # (R,) last second that a record may see
+    rec_cut:np.ndarray, # (R,) last instant that a record may see
     base:int, # number of value texts before this block's
-)->tuple: # Block; (R,) time of each record's newest event (-2⁶³: none); number of rows that some record sees
+)->tuple: # Block; (R,) time of each record's newest event (-2⁶³: none); (n,) bool: does some record see the row?
     "Tokens of an event source"
     time = rows.columns['__time']
     seen,rec,number = record_rows(rows.entity, rows.columns['__past'], rec_entity, rec_cut)
@@ -152,57 +152,65 @@ def event_block(
     fields = np.array([f.number for f in rows.part.fields], np.int64)
     once = np.zeros(len(time), bool)
     once[seen] = True
-    return Block(toks.row, fields[toks.field], toks.val_id, toks.val_pos, toks.value, rec, time[seen], number), newest, int(once.sum())
+    return Block(toks.row, fields[toks.field], toks.val_id, toks.val_pos, toks.value, rec, time[seen], number), newest, once
 
 # %% ../nbs/11b_histories.ipynb #876157ff
 def lifelong_cells(
     rows:PartRows,
     rec_entity:np.ndarray, # (R,) entity of each record
-    rec_cut:np.ndarray, # (R,) last second that a record may see
-)->tuple: # (m,) record, (m,) milestone's number, (m,) epoch second; milestones after the cut
+    rec_cut:np.ndarray, # (R,) last instant that a record may see
+)->tuple: # (m,) record, (m,) milestone's number, (m,) epoch second; milestones after the cut; (n,) bool: does some record see one of the row's?
     "Milestones that each record sees"
-    n,k = len(rows.entity), len(rows.part.lifelong)
     when = np.stack([rows.columns[c] for c in rows.part.lifelong], axis=1)
     row,col = np.nonzero(when!=null_int)
-    cells = np.unique(np.stack([rows.entity[row], col, when[row,col]], axis=1), axis=0) # a milestone counts once, in whatever row it stands
+    known = np.stack([rows.columns[f'__past_{c}'] for c in rows.part.lifelong], axis=1)[row,col]
+    known = np.maximum(known, rows.columns['__past'][row] if rows.part.role=='event' else null_int)
+    last = np.full(rows.entity.max(initial=-1)+1, null_int) # the latest cut of each entity
+    mine = rec_entity<len(last)
+    np.maximum.at(last, rec_entity[mine], rec_cut[mine])
+    makes = np.zeros(len(rows.entity), bool)
+    makes[row[known<=last[rows.entity[row]]]] = True
+    cells = np.unique(np.stack([rows.entity[row], col, when[row,col], known], axis=1), axis=0)
+    cells = cells[np.append(True, (cells[1:,:3]!=cells[:-1,:3]).any(axis=1))[:len(cells)]] # a milestone counts once, in whatever row it stands
     seen,rec,_ = record_rows(cells[:,0], np.zeros(len(cells), np.int64), rec_entity, np.full(len(rec_entity), no_cut))
     cells = cells[seen]
-    early = cells[:,2]<=rec_cut[rec]
-    return rec[early], cells[early,1], cells[early,2], int((~early).sum())
+    early = cells[:,3]<=rec_cut[rec]
+    return rec[early], cells[early,1], cells[early,2], int((~early).sum()), makes
 
 def profile_block(
     parts, # `PartRows` of all parts that have profile fields or milestones
     rec_entity:np.ndarray, # (R,) entity of each record
-    rec_cut:np.ndarray, # (R,) last second that a record may see
+    rec_cut:np.ndarray, # (R,) last instant that a record may see
     keys, # name of the key of each field of the job
     lifelong_lut:Lut, # an entry for each field of the job; only those of milestones are used
     base:int, # number of value texts before this block's
-)->tuple: # Block; its value texts; name of a source → its milestones that were dropped because they lie after the cut
+)->tuple: # Block; its value texts; name of a source → its milestones that were dropped because they lie after the cut; number of a part → (n,) bool: does the row make a milestone?
     "Tokens of profiles and milestones"
-    found,values,seqs,late = [],[],[],{}
+    found,values,seqs,late,makes = [],[],[],{},{}
     for rows in parts:
         if rows.part.role!='event' and rows.part.fields:
             seen,rec,_ = record_rows(rows.entity, np.zeros(len(rows.entity), np.int64), rec_entity, np.full(len(rec_entity), no_cut))
             toks = field_tokens([(l, c[seen]) for l,c in zip(rows.luts, rows.codes)], base)
             fields = np.array([f.number for f in rows.part.fields], np.int64)
             found.append((rec[toks.row], fields[toks.field], toks.val_id, toks.val_pos, toks.value, np.zeros(len(toks.row), np.int64)))
-            seqs.append(toks.row)
+            seqs.append((fields[toks.field], toks.row))
             values += [l.values for l in rows.luts]
             base += sum(len(l.values) for l in rows.luts)
         if rows.part.lifelong:
-            rec,col,when,n = lifelong_cells(rows, rec_entity, rec_cut)
+            rec,col,when,n,makes[rows.part.number] = lifelong_cells(rows, rec_entity, rec_cut)
             late[rows.part.name] = late.get(rows.part.name, 0)+n
             field = np.array(rows.part.lifelong_fields, np.int64)[col]
             found.append((rec, field, lifelong_lut.ids[lifelong_lut.offsets[field]], np.zeros(len(rec), np.int64), field+base, when))
-            seqs.append(when)
+            seqs.append((when, field))
             values.append(lifelong_lut.values)
             base += len(lifelong_lut.values)
-    if not found: return None, [], {}
+    if not found: return None, [], {}, {}
     rec,field,val_id,val_pos,value,time = (np.concatenate(c) for c in zip(*found))
     key_rank = np.unique(keys, return_inverse=True)[1]
-    order = np.lexsort((val_pos, field, np.concatenate(seqs), key_rank[field], rec))
+    first,second = (np.concatenate(c) for c in zip(*seqs))
+    order = np.lexsort((val_pos, second, first, key_rank[field], rec))
     rec,field,val_id,val_pos,value,time = (c[order] for c in (rec,field,val_id,val_pos,value,time))
-    return Block(np.arange(len(rec)), field, val_id, val_pos, value, rec, time, np.full(len(rec), -1)), values, late
+    return Block(np.arange(len(rec)), field, val_id, val_pos, value, rec, time, np.full(len(rec), -1)), values, late, makes
 
 # %% ../nbs/11b_histories.ipynb #bfee5807
 class ShardTask(NamedTuple):
@@ -215,25 +223,27 @@ class ShardTask(NamedTuple):
     pieces:tuple # `Slice`s, by part, file and row
     fields:tuple # `FieldInfo` of every field of the job
     lifelong_lut:tuple # arrays of a Lut with one entry for each field; fields that are no milestones have none
-    eval_time:int|None # epoch second at which every record is cut
-    points:str|None # file with the evaluation points of this shard: entity, eval_time
+    eval_time:EvalTime|None # when every record is cut
+    points:str|None # file with the evaluation points of this shard: `entity`, `seconds` and `scaled` as of `EvalTime`, and `first`: the number of the entity's first record
     keep_later:bool # keep what lies after `eval_time`?
+    addition:int=0 # how many times the folder was added to, this time included; 0 where that does not tell records apart
 
 def shard_records(
     task:ShardTask,
     ids:pa.Array, # (n,) entity ids in order
-)->tuple: # (R,) rank of the entity; (R,) evaluation time; (R,) number of the record inside its entity
+)->tuple: # (R,) rank of the entity; (R,) evaluation time in seconds; (R,) number of the record inside its entity; (R,) last instant it may see
     "Records of a shard"
     if task.points is None:
         n = len(ids)
-        return np.arange(n), np.full(n, no_cut if task.eval_time is None else task.eval_time), np.zeros(n, np.int64)
+        seconds,last = task.eval_time or (no_cut,no_cut)
+        return np.arange(n), np.full(n, seconds), np.zeros(n, np.int64), np.full(n, last)
     points = read_arrays(task.points)
     rank = pc.index_in(points['entity'], value_set=ids.cast(points['entity'].type))
-    known = rank.is_valid().to_numpy(zero_copy_only=False)
-    rank,when = rank.drop_null().to_numpy().astype(np.int64), points['eval_time'].to_numpy()[known]
-    order = np.lexsort((when, rank))
-    rank,when = rank[order], when[order]
-    return rank, when, np.arange(len(rank))-np.searchsorted(rank, rank, 'left')
+    known = rank.is_valid().to_numpy(zero_copy_only=False) # an entity without rows has no record
+    rank,(seconds,last,first) = rank.drop_null().to_numpy().astype(np.int64), (points[c].to_numpy()[known] for c in ('seconds','scaled','first'))
+    order = np.lexsort((last, rank))
+    rank,seconds,last,first = (a[order] for a in (rank,seconds,last,first))
+    return rank, seconds, first+np.arange(len(rank))-np.searchsorted(rank, rank, 'left'), last
 
 # %% ../nbs/11b_histories.ipynb #9e53d0fd
 class Sizes(NamedTuple):
@@ -300,30 +310,33 @@ def write_shard(task:ShardTask)->dict: # ledger, rows and records of the shard
     source = [task.parts[p.chunk.source] for p in task.pieces]
     dtype = dict(string=pa.string()).get(task.entity_type) or pa.type_for_alias(task.entity_type)
     ids,ranks = rank_entities([(c[s.entity_col], read_arrays(p.chunk.dicts)[s.entity_col]) for c,s,p in zip(columns, source, task.pieces)], dtype)
-    records = rec_entity,rec_eval,_ = shard_records(task, ids)
-    rec_cut = np.full(len(rec_entity), no_cut) if task.keep_later else rec_eval
+    *records,rec_cut = shard_records(task, ids)
+    rec_entity = records[0]
+    if task.keep_later: rec_cut = np.full(len(rec_entity), no_cut)
     rows = []
     for part in task.parts:
         mine = [i for i,p in enumerate(task.pieces) if p.chunk.source==part.number]
         rows.append(part_rows(part, [task.pieces[i] for i in mine], [columns[i] for i in mine], [ranks[i] for i in mine]))
-    profile,values,late = profile_block(rows, rec_entity, rec_cut, [f.key for f in task.fields], Lut(*task.lifelong_lut), 0)
+    profile,values,late,makes = profile_block(rows, rec_entity, rec_cut, [f.key for f in task.fields], Lut(*task.lifelong_lut), 0)
     blocks,sources = ([profile],[None]) if profile is not None else ([],[])
     newest,ledger = np.full(len(rec_entity), null_int), Ledger()
     for r in rows:
-        asked = np.isin(r.entity, rec_entity)
-        kept = int(asked.sum())
-        if r.part.role=='event':
-            block,last,kept = event_block(r, rec_entity, rec_cut, sum(map(len, values)))
+        asked = seen = np.isin(r.entity, rec_entity)
+        if r.part.role=='event': block,last,seen = event_block(r, rec_entity, rec_cut, sum(map(len, values)))
+        if r.part.role=='event' and r.part.fields: # an event without fields has no tokens, so it is none
             values += [l.values for l in r.luts]
             blocks.append(block); sources.append(r.part)
             newest = np.maximum(newest, last)
-        ledger.add(r.part.name, kept=kept, dropped={'no evaluation point':(~asked).sum(), 'after the evaluation time':asked.sum()-kept})
+        kept = seen if r.part.fields else seen & makes.get(r.part.number, False)
+        ledger.add(r.part.name, kept=kept.sum(), dropped={'no evaluation point':(~asked).sum(), 'after the evaluation time':asked.sum()-seen.sum(), 'no token':seen.sum()-kept.sum()})
     if not blocks: blocks,sources = [Block(*[np.array([], np.int64)]*len(Block._fields))],[None]
     for name,n in late.items(): ledger.add(name, **{'milestones after the evaluation time':n})
     table = shard_table(task, ids, records, newest, blocks, sources, pa.concat_arrays(values) if values else pa.array([], pa.large_string()))
-    write_kv_shard(task.path, table)
+    write_kv_shard(task.path, table, task.addition)
     sizes = record_sizes(blocks, np.array([f.key==lifelong_key for f in task.fields], bool), len(rec_entity))
     used = sizes.profile_tokens+sizes.lifelong_tokens+sizes.event_tokens>0
+    if task.points is not None:
+        ledger.add('evaluation points', kept=used.sum(), dropped={'entity without rows':len(read_arrays(task.points)['entity'])-len(used), 'no events before it':(~used).sum()})
     write_arrays(f'{task.path}.sizes', dict(entity=ids.take(pa.array(rec_entity[used])), **{n:a[used] for n,a in sizes._asdict().items()}))
     files = [dict(name=Path(p).name, bytes=Path(p).stat().st_size) for p in (task.path, f'{task.path}.sizes')]
     return dict(ledger=ledger.to_dict(), rows=table.num_rows, records=int(used.sum()), outputs=files)

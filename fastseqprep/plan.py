@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PLAN_VERSION', 'permutation', 'block_permutation', 'hash_permutation', 'batch_starts', 'lookahead_starts',
-           'length_classes', 'Plan', 'OversizeError']
+           'usual_lookahead', 'length_classes', 'Plan', 'OversizeError']
 
 # %% ../nbs/30a_plan.ipynb #f076a9b9
 import json
@@ -100,39 +100,58 @@ def batch_starts(
     return np.array(starts)
 
 # %% ../nbs/30a_plan.ipynb #103ffeea
+_piece = 1<<20 # records looked at at a time
+
 def lookahead_starts(
     lengths:np.ndarray, # (n,) tokens of the records, in order
     max_tokens:int,     # budget of a batch
     lookahead:int,      # how many of the next records may be drawn forward
 )->tuple: # (n,) int64 places of the records in their new order; (batches+1,) int64 first record of each batch, and n
     "Batches filled greedily, and their gaps with the longest of the next records that fit"
-    n,ends = len(lengths), memoryview(lengths_to_offsets(lengths))
-    left = np.array(lengths, np.int64)                 # lengths; of records that were drawn forward, too large to fit
-    places,starts,drawn = np.empty(n, np.int64), [0], []
-    at,m,least = 0, 0, int(left.min(initial=max_tokens))
+    lengths = np.asarray(lengths)
+    n,least,size = len(lengths), int(lengths.min(initial=max_tokens)), _piece
+    places,starts = np.empty(n, np.int64), [0]
+    base,at,m,ends,left,drawn = 0, 0, 0, None, (), []  # `at`, `ends`, `left` and `drawn` count from `base`
     while m < n:
-        limit,first,k = ends[at]+max_tokens, at, 0
+        if ends is None:
+            left = lengths[base:base+size].astype(np.int64)
+            ends = memoryview(lengths_to_offsets(left))
+            left[drawn] = max_tokens+1                 # lengths; of records that were drawn forward, too large to fit
+        limit,first,k,to = ends[at]+max_tokens, at, 0, m
         stop = max(bisect_right(ends, limit)-1, at+1)
         while k < len(drawn) and drawn[k] <= stop:     # what was drawn forward from here takes no room
             h = drawn[k]
             limit += ends[h+1]-ends[h]
             stop = max(bisect_right(ends, limit, stop)-1, h+1)
-            places[m:m+h-first] = np.arange(first, h)
-            m,first,k = m+h-first, h+1, k+1
-        places[m:m+stop-first] = np.arange(first, stop)
-        m,at,gap = m+stop-first, stop, limit-ends[stop]
+            places[to:to+h-first] = np.arange(base+first, base+h)
+            to,first,k = to+h-first, h+1, k+1
+        if stop+lookahead > len(left) and base+len(left) < n: # not all is seen: the window begins here, or is too small
+            base,size,drawn,at,ends = base+at, size if at else 2*size, [h-at for h in drawn], 0, None
+            continue
+        places[to:to+stop-first] = np.arange(base+first, base+stop)
+        m,at,gap = to+stop-first, stop, limit-ends[stop]
         del drawn[:k]
         ahead = left[stop:stop+lookahead]
         while gap >= max(least, 1) and len(ahead):
             j = int(np.where(ahead<=gap, ahead, -1).argmax())
             if ahead[j] > gap: break
-            places[m] = stop+j
+            places[m] = base+stop+j
             gap -= int(ahead[j])
             ahead[j] = max_tokens+1
             insort(drawn, stop+j)
             m += 1
         starts.append(m)
     return places, np.array(starts)
+
+# %% ../nbs/30a_plan.ipynb #4dc13ae9
+def usual_lookahead(
+    shuffle,              # as for `Plan`
+    batch_size:int=None,  # as for `Plan`
+    max_batch_events:int=None, # as for `Plan`
+    n_classes:int=0,      # as for `Plan`
+)->int: # records
+    "How far a plan looks ahead unless told"
+    return 256 if shuffle in (True,'block') and batch_size is None and max_batch_events is None and not n_classes else 0
 
 # %% ../nbs/30a_plan.ipynb #9a2b3e95
 def length_classes(
@@ -148,7 +167,6 @@ def length_classes(
 # %% ../nbs/30a_plan.ipynb #7586a74b
 PLAN_VERSION = 1 # rises whenever the same arguments would give another plan
 _orders = {False:'in order', True:'shuffled', 'block':'shuffled in blocks', 'hash':'shuffled by hash'}
-_piece = 1<<20 # records looked at at a time
 
 class Plan:
     "The batches of an epoch: which records, in which order"
@@ -164,15 +182,17 @@ class Plan:
         max_batch_events:int=None, # budget of events of a batch, beside the token budget
         n_classes:int=0,         # records of like length together, in batches of so many classes; batches are shuffled
         class_by:str='tokens',   # what makes records alike: 'tokens' or 'events'
-        lookahead:int=0,         # records that may be drawn forward to fill a batch, up to a 16th of all
-        oversize:str='alone',    # a record over the budget is a batch 'alone', or is an error: 'refuse'
+        lookahead:int=None,      # records that may be drawn forward to fill a batch, up to a 16th of all; None: see `usual_lookahead`
+        oversize:str='alone',    # a record over the budget is a batch 'alone', counts as 'cut' to the budget, or is an error: 'refuse'
         block:int=8192,          # records in a block of neighbours
     ):
+        if lookahead is None: lookahead = usual_lookahead(shuffle, batch_size, max_batch_events, n_classes)
         store_attr(but='lengths, n_events')
         lengths = np.asarray(lengths)
         self.n = len(lengths)
         self._check(n_events)
         if oversize=='refuse': self._refuse_oversize(lengths, n_events)
+        if oversize=='cut': lengths,n_events = self._within_budget(lengths, n_events)
         self._order = permutation(self.n, seed, epoch) if shuffle is True else block_permutation(self.n, block, seed, epoch) if shuffle=='block' else None
         starts = self._arrange(lengths, n_events) if n_classes or lookahead else None
         self._cut(lengths, n_events, starts)
@@ -203,17 +223,18 @@ def _check(self:Plan, n_events):
     def need(ok, text):
         if not ok: wrong.append(text)
     what,rule = ('max_tokens',self.max_tokens) if self.batch_size is None else ('batch_size',self.batch_size)
-    need(rule >= 1, f"a batch needs a positive {what}, but got {what}={rule}")
+    def whole(x): return isinstance(x, (int,np.integer)) and not isinstance(x, bool)
+    need(whole(rule) and rule >= 1, f"a batch needs a whole, positive {what}, but got {what}={rule!r}")
     for k in ('seed','epoch'):
         v = getattr(self, k)
-        need(isinstance(v, (int,np.integer)) and 0 <= v < 2**64, f"{k} is an integer from 0 to 2**64-1, but got {k}={v}")
-    need(self.shuffle in _orders, f"shuffle is one of {', '.join(map(repr, _orders))}, but got {self.shuffle!r}")
-    need(self.oversize in ('alone','refuse'), f"oversize is 'alone' or 'refuse', but got {self.oversize!r}")
+        need(whole(v) and 0 <= v < 2**64, f"{k} is an integer from 0 to 2**64-1, but got {k}={v}")
+    need(isinstance(self.shuffle, (bool,str)) and self.shuffle in _orders, f"shuffle is one of {', '.join(map(repr, _orders))}, but got {self.shuffle!r}")
+    need(self.oversize in ('alone','cut','refuse'), f"oversize is 'alone', 'cut' or 'refuse', but got {self.oversize!r}")
     need(self.class_by in ('tokens','events'), f"class_by is 'tokens' or 'events', but got {self.class_by!r}")
-    need(self.block >= 1, f"a block has at least one record, but got block={self.block}")
-    need(min(self.n_classes, self.lookahead) >= 0, f"n_classes and lookahead are not negative, but got {self.n_classes} and {self.lookahead}")
+    need(whole(self.block) and self.block >= 1, f"a block has at least one record, but got block={self.block!r}")
+    need(all(whole(x) and x >= 0 for x in (self.n_classes, self.lookahead)), f"n_classes and lookahead are whole numbers, not negative, but got {self.n_classes!r} and {self.lookahead!r}")
     if self.max_batch_events is not None:
-        need(self.max_batch_events >= 1, f"a batch needs a positive max_batch_events, but got {self.max_batch_events}")
+        need(whole(self.max_batch_events) and self.max_batch_events >= 1, f"a batch needs a whole, positive number of events, but got max_batch_events={self.max_batch_events!r}")
         need(self.batch_size is None, "max_batch_events goes with a token budget, so leave out batch_size")
     if self.max_batch_events is not None or (self.n_classes and self.class_by=='events'):
         need(n_events is not None and len(n_events)==self.n, f"a rule about events needs n_events, one number for each of the {self.n} records")
@@ -230,7 +251,13 @@ def _refuse_oversize(self:Plan, lengths, n_events):
     for what,name,sizes,budget in budgets:
         if len(over := np.flatnonzero(sizes > budget)):
             raise OversizeError(int(over[0]), f"has {sizes[over[0]]:,} {what}, more than {name}={budget:,} ({len(over):,} of {len(sizes):,} records have): "
-                                "raise the budget, cut records shorter, or let them be batches of their own with oversize='alone'.")
+                                "raise the budget, shorten them with oversize='cut', or let them be batches of their own with oversize='alone'.")
+
+@patch
+def _within_budget(self:Plan, lengths, n_events):
+    "The sizes of records that whoever reads them cuts to the budgets"
+    if self.batch_size is None: lengths = np.minimum(lengths, self.max_tokens)
+    return lengths, n_events if n_events is None or self.max_batch_events is None else np.minimum(n_events, self.max_batch_events)
 
 # %% ../nbs/30a_plan.ipynb #2ec0a6d7
 @patch
@@ -287,7 +314,8 @@ def _arrange(self:Plan, lengths, n_events):
     ahead = min(self.lookahead, n//16)
     if ahead:
         places,starts = lookahead_starts(lens, self.max_tokens, ahead)
-        order = order[places]
+        for i in range(0, n, _piece): places[i:i+_piece] = order[places[i:i+_piece]]
+        order = places
     else: starts = self._rule(lens, n_events if self.max_batch_events is None else np.asarray(n_events)[order])
     if self.n_classes and self.shuffle and len(starts) > 2:
         sizes,k = np.diff(starts), len(starts)-2

@@ -6,15 +6,16 @@
 __all__ = ['event_dtype', 'token_cols', 'shard_cols', 'id_codes', 'record_starts', 'check_rows', 'Limits', 'rows_by_record',
            'profile_rows', 'lifelong_rows', 'Events', 'event_runs', 'narrowest', 'token_matrix', 'compile_rows',
            'column_array', 'lifelong_mask', 'id_arrays', 'ids_from_arrays', 'check_columns', 'compile_table',
-           'RecordArrays']
+           'RecordArrays', 'Bunch', 'padded_rows', 'padded_batches']
 
 # %% ../nbs/09b_records.ipynb #93d6f1d4
+from copy import copy
 from typing import NamedTuple
 
 import numpy as np, pyarrow as pa, pyarrow.compute as pc
 from fastcore.basics import patch
 
-from .ragged import Ragged, lengths_to_offsets, range_index
+from .ragged import Ragged, lengths_to_offsets, range_index, take_ranges
 
 # %% ../nbs/09b_records.ipynb #720f2ae4
 def id_codes(
@@ -295,6 +296,7 @@ class RecordArrays:
         self.lifelong_times = Ragged(arrays['lifelong_times'], arrays['lifelong_offsets'])
         self.events = Ragged(arrays['events'], arrays['event_offsets'])
         self.tokens = Ragged(arrays['tokens'], arrays['token_offsets'])
+        self.skip = None # (2, R) events and tokens that each record leaves out at its beginning, see `shorten`
 
     def __len__(self): return len(self.events)
 
@@ -308,48 +310,151 @@ class RecordArrays:
         idx, # record numbers
     )->list: # Python ints, strings or bytes
         "Entities of some records"
-        idx = np.asarray(idx)
+        idx = np.asarray(idx, np.int64)
         if 'uid' in self.arrays: return self.uids.take(idx).tolist()
-        return self.uids.take(pa.array(np.where(idx<0, idx+len(self), idx))).to_pylist()
+        offsets,data = self.arrays['uid_offsets'], memoryview(self.arrays['uid_bytes'])
+        ranges = zip(offsets[:-1].take(idx).tolist(), offsets[1:].take(idx).tolist())
+        if 'binary' in self.info['uid_type']: return [bytes(data[i:j]) for i,j in ranges]
+        return [str(data[i:j], 'utf-8') for i,j in ranges]
 
 # %% ../nbs/09b_records.ipynb #ccaa376c
 @patch
 def lengths(self:RecordArrays)->dict: # name → (R,) int64
     "Per record: profile tokens, milestones, events and event tokens"
-    return dict(profile=self.profile.lengths, lifelong=self.lifelong.lengths, events=self.events.lengths, event_tokens=self.tokens.lengths)
+    events,tokens = (0,0) if self.skip is None else self.skip
+    return dict(profile=self.profile.lengths, lifelong=self.lifelong.lengths, events=self.events.lengths-events, event_tokens=self.tokens.lengths-tokens)
 
 @patch(as_prop=True)
 def ntoks(self:RecordArrays)->np.ndarray: # (R,) int64
     "Tokens of each record: profile, milestones and events"
-    if not hasattr(self, '_ntoks'): self._ntoks = self.profile.lengths+self.lifelong.lengths+self.tokens.lengths
+    if not hasattr(self, '_ntoks'):
+        n = self.lengths()
+        self._ntoks = n['profile']+n['lifelong']+n['event_tokens']
     return self._ntoks
 
+# %% ../nbs/09b_records.ipynb #6632ef75
+@patch
+def shorten(self:RecordArrays,
+    max_tokens:int=None, # most tokens of a record: profile, milestones and events; none for any number
+    max_events:int=None, # most events of a record; none for any number
+)->RecordArrays: # over the same arrays
+    "The records, those that are too long without their oldest events"
+    events,fixed = self.events.lengths, self.profile.lengths+self.lifelong.lengths
+    room = np.full(len(self), np.iinfo(np.int64).max) if max_tokens is None else max_tokens-fixed
+    most = np.full(len(self), np.iinfo(np.int64).max) if max_events is None else np.full(len(self), max_events)
+    if len(bad := np.flatnonzero(room<0)): raise ValueError(f"Record {self.uid_list(bad[:1])[0]!r} has {fixed[bad[0]]:,} tokens of profile and milestones, more than {max_tokens:,} ({len(bad):,} of {len(self):,} records have): raise the budget, or lower max_profile_toks or max_lifelong_toks.")
+    long = np.flatnonzero((self.tokens.lengths>room) | (events>most))
+    res = copy(self)
+    res.skip = np.zeros((2, len(self)), np.int64)
+    res.__dict__.pop('_ntoks', None)
+    if not len(long): return res
+    n,ends = events[long], self.events.take(long)
+    end = ends.values.view(event_dtype)['end'][:,0].astype(np.int64)
+    too_many = (self.tokens.lengths[long].repeat(n)-end > room[long].repeat(n)).astype(np.int64)
+    below = np.concatenate([np.zeros(1, np.int64), np.cumsum(too_many)])[ends.offsets]
+    skip = np.where(self.tokens.lengths[long]>room[long], np.diff(below)+1, 0)
+    skip = np.maximum(skip, n-np.minimum(most[long], n))
+    res.skip[0,long] = skip
+    res.skip[1,long] = np.where(skip>0, end[np.maximum(ends.offsets[:-1]+skip-1, 0)], 0)
+    return res
+
+@patch
+def event_rows(self:RecordArrays,
+    idx, # (B,) record numbers
+)->tuple: # `Ragged` of events, `Ragged` of tokens
+    "Events and tokens of some records; the events' `end` counts from the first token that is there"
+    if self.skip is None: return self.events.take(idx), self.tokens.take(idx)
+    parts = []
+    for flat,skip in zip((self.events, self.tokens), self.skip[:,idx]):
+        starts,lengths = flat.offsets[:-1].take(idx)+skip, flat.lengths.take(idx)-skip
+        parts.append(Ragged(take_ranges(flat.values, starts, lengths), lengths_to_offsets(lengths)))
+    events = parts[0].values.view(event_dtype)
+    events['end'] -= self.skip[1,idx].repeat(parts[0].lengths).astype(events['end'].dtype)[:,None]
+    return tuple(parts)
+
 # %% ../nbs/09b_records.ipynb #664862eb
-def _padded(r:Ragged, idx, dtype):
-    "Some rows, padded, and their mask"
-    if len(r.values): return r.take(idx).pad(dtype=dtype)
-    return np.zeros((len(idx),0,*r.values.shape[1:]), dtype), np.zeros((len(idx),0), bool)
+class Bunch:
+    "Several batches as one long batch, to be cut apart"
+    def __init__(self,
+        recs, # the `RecordArrays`
+        groups, # record numbers of each batch, in the order wanted
+        empty=np.empty, # makes the arrays that batches will consist of, for the most part: somewhere special, such as shared memory
+    ):
+        groups = [np.asarray(g, np.int64) for g in groups]
+        sizes = np.array([len(g) for g in groups])
+        if not sizes.all(): raise ValueError("a batch needs at least one record")
+        self.recs,self.idx,self.first = recs,np.concatenate(groups),lengths_to_offsets(sizes) # `first`: record that each batch begins with
+        events,tokens = recs.event_rows(self.idx)
+        ev = events.values.view(event_dtype)[:,0]
+        self.narrow,self.n_events = tokens.values,events.lengths      # tokens as stored; events of each record
+        self.event_starts,self.token_starts = events.offsets,tokens.offsets # of each record
+        self.offsets = np.zeros(len(ev)+1, np.int64)                  # where each event's tokens start
+        np.add(ev['end'], tokens.offsets[:-1].repeat(self.n_events), out=self.offsets[1:])
+        cal,time,toks = empty((len(ev),3), np.float32), empty(len(ev), np.float32), empty(tokens.values.shape, np.int64)
+        time[:],toks[:] = ev['time'],tokens.values
+        for j,c in enumerate(('hour','dow','dom')): cal[:,j] = ev[c]
+        row = np.arange(len(self.idx)) - self.first[:-1].repeat(sizes)
+        self.by_token = dict(event_tokens=toks)
+        self.by_event = dict(event_user=row.repeat(self.n_events), event_time=time, cal=cal)
+
+    def __len__(self): return len(self.first)-1
+
+# %% ../nbs/09b_records.ipynb #288ea016
+def padded_rows(
+    starts:np.ndarray, # (n,) where each row starts
+    lengths:np.ndarray, # (n,) its length
+    width:int, # of the rectangle, that of the longest row
+    parts, # pairs of an array that the rows lie in and a dtype for the result
+)->list: # mask (n, width), True where real; each part's values (n, width, ...)
+    "Some rows as a rectangle"
+    at = starts[:,None] + np.arange(width)
+    full = len(lengths)==0 or lengths.min()==width
+    mask = np.ones(at.shape, bool) if full else np.arange(width) < lengths[:,None]
+    if not full: at *= mask
+    padded = [values.take(at, axis=0).astype(dtype) for values,dtype in parts]
+    if not full:
+        for a in padded: a[~mask] = 0
+    return [mask, *padded]
+
+def padded_batches(
+    offsets:np.ndarray, # (R+1,) where rows start
+    parts, # as in `padded_rows`
+    bunch:Bunch,
+)->list: # of each batch, what `padded_rows` gives
+    "The rows of each batch as a rectangle, as wide as its longest"
+    starts = offsets[:-1].take(bunch.idx)
+    lengths,ends = offsets[1:].take(bunch.idx)-starts, bunch.first.tolist()
+    widths = np.maximum.reduceat(lengths, bunch.first[:-1])
+    if (widths==widths[0]).all(): # one rectangle, cut into batches
+        whole = padded_rows(starts, lengths, widths[0], parts)
+        return [[a[i:j] for a in whole] for i,j in zip(ends, ends[1:])]
+    return [padded_rows(starts[i:j], lengths[i:j], w, parts) for i,j,w in zip(ends, ends[1:], widths.tolist())]
+
+# %% ../nbs/09b_records.ipynb #bda70c27
+@patch
+def cut(self:Bunch)->list: # dicts of numpy arrays, and `uids` as a list
+    "The batches; their arrays are contiguous, and no two share an element"
+    r = self.recs
+    profile = padded_batches(r.profile.offsets, [(r.profile.values,np.int64)], self)
+    lifelong = padded_batches(r.lifelong.offsets, [(r.lifelong.values,np.int64), (r.lifelong_times.values,np.float32)], self)
+    uids,n_places,out = r.uid_list(self.idx), self.n_events+1, []
+    ends = zip(*(o.take(self.first).tolist() for o in (self.event_starts, self.token_starts)), self.first.tolist())
+    e,t,i = next(ends)
+    for (profile_mask,profile_tokens),(lifelong_mask,lifelong_tokens,lifelong_time),(f,u,j) in zip(profile, lifelong, ends):
+        by_token,by_event = ({k:a[s:z] for k,a in o.items()} for o,s,z in ((self.by_token,t,u), (self.by_event,e,f)))
+        out.append(dict(profile=profile_tokens, profile_mask=profile_mask, profile_time=np.zeros(profile_mask.shape, np.float32),
+            lifelong=lifelong_tokens, lifelong_mask=lifelong_mask, lifelong_time=lifelong_time,
+            event_tokens=by_token.pop('event_tokens'), event_offsets=self.offsets[e:f+1]-t, **by_event,
+            history_offsets=lengths_to_offsets(n_places[i:j]), uids=uids[i:j], **by_token))
+        e,t,i = f,u,j
+    return out
 
 @patch
 def gather(self:RecordArrays,
     idx, # (B,) record numbers, in the order wanted
 )->dict: # the batch as numpy arrays, and `uids` as a list
     "A batch of records"
-    idx = np.asarray(idx, np.int64)
-    if not len(idx): raise ValueError("a batch needs at least one record")
-    profile,profile_mask = _padded(self.profile, idx, np.int64)
-    lifelong,lifelong_mask = _padded(self.lifelong, idx, np.int64)
-    lifelong_time,_ = _padded(self.lifelong_times, idx, np.float32)
-    events,tokens = self.events.take(idx), self.tokens.take(idx)
-    counts,ev = events.lengths, events.values.view(event_dtype)[:,0]
-    event_offsets,cal = np.empty(len(ev)+1, np.int64), np.empty((len(ev),3), np.float32)
-    event_offsets[0] = 0
-    np.add(ev['end'], np.repeat(tokens.offsets[:-1], counts), out=event_offsets[1:])
-    for j,c in enumerate(('hour','dow','dom')): cal[:,j] = ev[c]
-    return dict(profile=profile, profile_mask=profile_mask, profile_time=np.zeros(profile_mask.shape, np.float32),
-        lifelong=lifelong, lifelong_mask=lifelong_mask, lifelong_time=lifelong_time,
-        event_tokens=tokens.values.astype(np.int64), event_offsets=event_offsets, event_user=np.repeat(np.arange(len(idx)), counts),
-        event_time=ev['time'].copy(), cal=cal, history_offsets=lengths_to_offsets(counts+1), uids=self.uid_list(idx))
+    return Bunch(self, [idx]).cut()[0]
 
 # %% ../nbs/09b_records.ipynb #a6794513
 @patch

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 import polars as pl
 from fastcore.basics import listify, patch
-from .times import TimeRule, Where, instants_per_second, read_times, time_dtype_problem, time_problems
+from .times import TimeRule, Where, instants_per_second, on_one_scale, read_times, time_dtype_problem, time_problems
 
 # %% ../nbs/00c_roles.ipynb #a153acea
 class Field(NamedTuple):
@@ -67,7 +67,7 @@ def did_you_mean(name, names)->str:
     found = difflib.get_close_matches(str(name), [str(o) for o in names], 1, .6)
     return f", did you mean {found[0]!r}?" if found else ''
 
-_RESERVED = '__instant','__time','__past','__bad_time'   # columns that `normalised` adds
+_RESERVED = '__instant','__time','__past','__bad_time','__bad_moments'   # columns that `normalised` adds
 
 def _name_problems(r:Roles, cols)->list:
     "Missing, doubled and forbidden columns"
@@ -83,7 +83,7 @@ def _name_problems(r:Roles, cols)->list:
     res += [f"signed_conts {c!r} is not in conts{did_you_mean(c, r.conts)}" for c in r.signed_conts if c not in r.conts]
     keys = [f.name for f in r.fields]
     res += [f"{c!r} is needed for the sign of {c[:-5]!r}: rename that column" for c in keys if c[-5:]=='_sign' and c[:-5] in r.signed_conts]
-    return res + [f"{c!r} is a reserved name: rename that column" for c in keys if c=='lifelong'] + [f"{c!r} is a reserved name: rename that column" for c in r.needed if c in _RESERVED] + [f"{c!r} reads like a pattern of names: rename that column" for c in dict.fromkeys(r.needed) if c=='*' or c.startswith('^') and c.endswith('$')]
+    return res + [f"{c!r} is a reserved name: rename that column" for c in keys if c=='lifelong'] + [f"{c!r} is a reserved name: rename that column" for c in r.needed if c in _RESERVED or c.startswith('__past_')] + [f"{c!r} reads like a pattern of names: rename that column" for c in dict.fromkeys(r.needed) if c=='*' or c.startswith('^') and c.endswith('$')]
 
 # %% ../nbs/00c_roles.ipynb #708d9439
 def is_text(d)->bool: return d in (pl.String, pl.Categorical, pl.Enum)
@@ -96,6 +96,8 @@ def _dtype_problems(r:Roles, schema)->list:
     times = ([] if r.is_profile else listify(r.time_col)) + r.lifelong
     res += [f"{c!r} {p}" for c in times if c in schema and (p:=time_dtype_problem(schema[c], r.time_format))]
     ok = lambda d: d.is_numeric() or is_text(d) or d in (pl.Boolean, pl.Date, pl.Datetime, pl.Time, pl.Null)
+    wide = lambda d: d in (pl.Int128, pl.UInt128)
+    res += [f"{f.name!r} is {schema[f.name]}, wider than 64 bits: cast it to {'Float64' if f.kind=='num' else 'String'}" for f in r.fields if f.name in schema and wide(schema[f.name])]
     return res + [f"{f.name!r} is {schema[f.name]}, expected one plain value for each row" for f in r.fields if f.name in schema and not ok(schema[f.name])]
 
 # %% ../nbs/00c_roles.ipynb #ad128283
@@ -119,20 +121,23 @@ def _null_time_error(r:Roles, t, df, label, row_offset):
     raise ValueError(f"{Where(r.name, r.time_col, label, row_offset).at(t.seconds.is_null().arg_max())}: no time; {n:,} of {len(df):,} events here have none. "
                      "Set null_time='drop' to leave them out and count them, or 'profile' to take them for facts without a time.")
 
+def _past(t, dtype, rule)->pl.Series: return on_one_scale(t.instant, instants_per_second(dtype, rule))
+
 @patch
 def normalised(
     self:Roles,
     df:pl.DataFrame,     # rows of the source, with at least the `needed` columns
     label:str=None,      # file they are from, for error messages
     row_offset:int=0,    # rows of that file before them, for error messages
-)->pl.DataFrame:         # entity, `__instant`, `__time`, `__past`, `__bad_time`, fields, lifelong; rows as they were
+)->pl.DataFrame:         # entity, `__instant`, `__time`, `__past`, `__bad_time`, (`__bad_moments`,) fields, lifelong; rows as they were
     "Rows with their times read and checked"
     if self.is_profile: times = [pl.lit(0, pl.Int64).alias('__instant'), pl.lit(0, pl.Int64).alias('__time'), pl.lit(0, pl.Int64).alias('__past'), pl.lit(False).alias('__bad_time')]
     else:
         t = read_times(df[self.time_col], self.rule, Where(self.name, self.time_col, label, row_offset))
         if self.null_time=='error' and t.seconds.null_count(): _null_time_error(self, t, df, label, row_offset)
-        per = instants_per_second(df[self.time_col].dtype, self.rule)
-        past = t.seconds if per==1 else -((-t.instant)//per)
+        past = _past(t, df[self.time_col].dtype, self.rule)
         times = [t.instant.alias('__instant'), t.seconds.alias('__time'), past.alias('__past'), t.bad.alias('__bad_time')]
-    lifelong = [read_times(df[c], self.rule, Where(self.name, c, label, row_offset)).seconds.alias(c) for c in self.lifelong]
-    return df.select(self.entity_col, *times, *(f.name for f in self.fields), *lifelong)
+    lifelong = [read_times(df[c], self.rule, Where(self.name, c, label, row_offset)) for c in self.lifelong]
+    if lifelong and self.bad_time=='null': times.append(pl.sum_horizontal(t.bad.cast(pl.UInt32) for t in lifelong).alias('__bad_moments'))
+    past = [_past(t, df[c].dtype, self.rule).alias(f'__past_{c}') for c,t in zip(self.lifelong, lifelong) if df[c].dtype not in (pl.Date,pl.Null) and instants_per_second(df[c].dtype, self.rule)>1]
+    return df.select(self.entity_col, *times, *(f.name for f in self.fields), *(t.seconds.alias(c) for c,t in zip(self.lifelong, lifelong)), *past)

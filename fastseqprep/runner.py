@@ -8,7 +8,7 @@ __all__ = ['WorkerDied', 'Runner', 'run_tasks', 'RayExecutor']
 # %% ../nbs/11_runner.ipynb #3dd7be66
 import os, pickle, signal, sys, threading, time, types
 from collections import deque
-from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from multiprocessing import parent_process
 from multiprocessing.context import SpawnContext, SpawnProcess
@@ -237,7 +237,7 @@ def _executor(self:Runner, fn):
 @patch
 def _pooled(self:Runner, fn, specs:list):
     "Yield the results from a pool or executor"
-    _check_function(fn)
+    if not isinstance(self.executor, ThreadPoolExecutor): _check_function(fn) # threads need not import it
     pending = _Pending(fn, specs, self.max_pending)
     try:
         while pending.taken<len(specs):

@@ -153,7 +153,7 @@ def input_files(
 def _values_bytes(s)->bytes:
     "Bytes that are equal for equal columns: the physical values where numpy has them, else a hash of each value's text"
     dtype = s.dtype
-    if dtype.is_integer() or dtype.is_float() or dtype.is_temporal() or str(dtype)=='Boolean':
+    if dtype.is_integer() and '128' not in str(dtype) or dtype.is_float() or dtype.is_temporal() or str(dtype)=='Boolean':
         s = s.to_physical()
         return np.ascontiguousarray(s.fill_null(False if str(s.dtype)=='Boolean' else 0).to_numpy()).tobytes()
     return stable_hash(s.cast(str).fill_null('')).tobytes()

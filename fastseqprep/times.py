@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['UNITS', 'MAX_SECONDS', 'zone_problem', 'format_problem', 'time_problems', 'TimeRule', 'Where', 'Times',
-           'number_times', 'unit_hint', 'compact_dates', 'to_utc', 'date_to_utc', 'iso_parts', 'text_times',
-           'time_dtype_problem', 'instants_per_second', 'read_times', 'calendar', 'parse_eval_time']
+           'number_times', 'unit_hint', 'compact_dates', 'bare_years', 'to_utc', 'date_to_utc', 'iso_parts',
+           'text_times', 'time_dtype_problem', 'instants_per_second', 'read_times', 'calendar', 'on_one_scale',
+           'EvalTime', 'parse_eval_instant', 'parse_eval_time', 'read_eval_times']
 
 # %% ../nbs/00b_times.ipynb #24630e34
-import datetime as dt, difflib, math, numbers, zoneinfo
+import datetime as dt, difflib, math, numbers, re, warnings, zoneinfo
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 import numpy as np, polars as pl
@@ -130,6 +131,25 @@ def compact_dates(
     if not len(s:=s.drop_nulls()) or s.min()<19000101 or s.max()>21001231: return False
     return bool((((s//100)%100).is_between(1,12) & (s%100).is_between(1,31)).all())
 
+# %% ../nbs/00b_times.ipynb #654b582a
+def bare_years(
+    s:pl.Series, # text or whole numbers
+)->bool:
+    "Whether all values look like years"
+    if not (len(s) and (s.dtype.is_integer() or s.dtype==pl.String)): return False
+    s = s.drop_nulls().cast(pl.String).str.strip_chars()
+    s = s.filter(s!='')
+    return bool(len(s) and s.str.contains(r'^(19[0-9]{2}|20[0-9]{2}|2100)$').all())
+
+def _check_digits(s:pl.Series, t:Times, where:Where):
+    "Refuse digits that are a date or a year rather than seconds"
+    if (s.dtype.is_integer() or s.dtype==pl.String) and compact_dates(t.seconds):
+        raise ValueError(f"{where.at(0)}: {s.drop_nulls()[0]} and all others look like dates written as numbers; set time_format='%Y%m%d'.")
+    if t.seconds.min() is None or not 1900<=t.seconds.min()<=2100 or not bare_years(s): return
+    what = f"{where.at(0)}: {s.drop_nulls()[0]} and all others look like years"
+    if s.dtype==pl.String: raise ValueError(f"{what}; set time_format='%Y' to read them as such (their first of January), or time_format='%s' if they are seconds since 1970.")
+    warnings.warn(f"{what}, and are read as seconds since 1970; set time_format='%Y' if they are years, or time_format='%s' if they are seconds.", stacklevel=3)
+
 # %% ../nbs/00b_times.ipynb #e191d54f
 def to_utc(
     s:pl.Series,            # Datetime without a zone
@@ -190,7 +210,7 @@ def text_times(
     per = UNITS[rule.fine]
     if rule.format:
         t = s.str.to_datetime(_chrono(rule.format), strict=False, time_unit=rule.fine)
-        instant = t.to_physical() if t.dtype.time_zone else to_utc(t, rule.zone, rule.ambiguous)
+        instant = t.to_physical() if t.dtype.time_zone or rule.format=='%s' else to_utc(t, rule.zone, rule.ambiguous) # %s counts from 1970 UTC
         return Times(instant, instant//per)
     whole = s.cast(pl.Int64, strict=False)
     res = number_times(whole, rule)
@@ -258,9 +278,9 @@ def read_times(
     where:Where,    # for error messages
 )->Times:           # with `bad` set; a row that is null and not bad had no value
     "The times of a column, checked against its rule"
+    if s.dtype in (pl.Categorical,pl.Enum): s = s.cast(pl.String)
     t = _any_times(s, rule)
-    if rule.unit=='s' and not rule.format and (s.dtype.is_integer() or s.dtype==pl.String) and compact_dates(t.seconds):
-        raise ValueError(f"{where.at(0)}: {s.drop_nulls()[0]} and all others look like dates written as numbers; set time_format='%Y%m%d'.")
+    if rule.unit=='s' and not rule.format: _check_digits(s, t, where)
     bad = t.instant.is_null() & s.is_not_null()
     if bad.any() and s.dtype.is_float(): bad &= s.is_not_nan()
     if bad.any() and s.dtype==pl.String: bad &= s.str.strip_chars()!=''
@@ -287,18 +307,63 @@ def calendar(
     return t.to_frame().select(o.cast(pl.Float32).alias(str(i)) for i,o in enumerate((c.hour(), c.weekday(), c.day()))).to_numpy(order='c')
 
 # %% ../nbs/00b_times.ipynb #50600a94
+_NEAR,_FAR = 8_000_000_000, 1_000_000_000_000 # seconds from 1970 up to which a step is a nanosecond; beyond which all times are one
+
+def on_one_scale(
+    instant:pl.Series, # Int64, as of `Times`
+    per:int,           # how many of its units make a second
+)->pl.Series:          # Int64; a later time has no smaller number
+    "Instants of any unit on the same scale"
+    x,fine = pl.col('x'), 10**9//per
+    df = instant.alias('x').to_frame()
+    seconds = x//per
+    part = (x-seconds*per)*fine
+    low,high = instant.min(),instant.max()
+    if low is None or -_NEAR*per<=low and high<_NEAR*per: return df.select(x*fine).to_series()
+    edge = pl.when(seconds<0).then(-_NEAR).otherwise(_NEAR)
+    far = edge*10**9 + (seconds.clip(-_FAR,_FAR)-edge)*10**6 + part//1000
+    return df.select(pl.when(seconds.is_between(-_NEAR, _NEAR, closed='left')).then(seconds*10**9+part).otherwise(far).alias('x')).to_series()
+
+# %% ../nbs/00b_times.ipynb #e20548b2
+class EvalTime(NamedTuple):
+    "When a history is cut"
+    seconds:int # whole seconds since 1970 UTC
+    scaled:int  # the instant, as of `on_one_scale`
+
+_NANO = r':[0-9]{2}[.,][0-9]{7}' # text with a part of a second that is finer than a microsecond
+
+def parse_eval_instant(
+    x,                # seconds since 1970 as a number, ISO 8601 text, or a date or datetime
+    zone:str='UTC',   # where it is local, when it has no offset
+)->EvalTime:
+    "A moment to the instant"
+    if p:=zone_problem(zone): raise ValueError(p+'.')
+    if isinstance(x, numbers.Real) and not isinstance(x, (bool,np.bool_)):
+        if not math.isfinite(x) or abs(x)>=MAX_SECONDS: raise ValueError(f"eval_time {x} is not a number of seconds since 1970" + (f": {unit_hint(x,'s').split(';')[0]}." if math.isfinite(x) else '.'))
+        whole = isinstance(x, numbers.Integral)
+        return EvalTime(int(x), on_one_scale(pl.Series([int(x) if whole else math.floor(float(x)*10**6)]), 1 if whole else 10**6)[0])
+    if isinstance(x, dt.datetime) and x.tzinfo: x = x.astimezone(dt.timezone.utc)
+    text = str(x).strip()
+    if text[:4].isdigit() and text.isdigit(): raise ValueError(f"eval_time {x!r} is text: pass a number for epoch seconds, or a date such as '2026-01-01'.")
+    rule = TimeRule('ns' if re.search(_NANO, text) else 's', zone=zone)
+    t = text_times(pl.Series([text]), rule)
+    if t.seconds[0] is None: raise ValueError(f"eval_time {x!r} is not a date or time in {zone}, expected such as '2026-01-01', '2026-01-01T12:00:00Z', a datetime or epoch seconds.")
+    return EvalTime(t.seconds[0], on_one_scale(t.instant, UNITS[rule.fine])[0])
+
 def parse_eval_time(
     x,                # seconds since 1970 as a number (cut to whole ones), ISO 8601 text, or a date or datetime
     zone:str='UTC',   # where it is local, when it has no offset
 )->int:
     "A moment as whole epoch seconds"
-    if p:=zone_problem(zone): raise ValueError(p+'.')
-    if isinstance(x, numbers.Real) and not isinstance(x, (bool,np.bool_)):
-        if not math.isfinite(x) or abs(x)>=MAX_SECONDS: raise ValueError(f"eval_time {x} is not a number of seconds since 1970" + (f": {unit_hint(x,'s').split(';')[0]}." if math.isfinite(x) else '.'))
-        return int(x)
-    if isinstance(x, dt.datetime) and x.tzinfo: x = x.astimezone(dt.timezone.utc)
-    text = str(x).strip()
-    if text[:4].isdigit() and text.isdigit(): raise ValueError(f"eval_time {x!r} is text: pass a number for epoch seconds, or a date such as '2026-01-01'.")
-    t = text_times(pl.Series([text]), TimeRule(zone=zone)).seconds[0]
-    if t is None: raise ValueError(f"eval_time {x!r} is not a date or time in {zone}, expected such as '2026-01-01', '2026-01-01T12:00:00Z', a datetime or epoch seconds.")
-    return t
+    return parse_eval_instant(x, zone).seconds
+
+def read_eval_times(
+    s:pl.Series,  # a column of any dtype that can hold times
+    zone:str,     # where they are local, when they have no offset
+    where:Where,  # for error messages
+)->tuple:         # whole seconds; instants, as of `on_one_scale`: Int64 each
+    "A column of moments to the instant"
+    if s.dtype in (pl.Categorical,pl.Enum): s = s.cast(pl.String)
+    rule = TimeRule('ns' if s.dtype==pl.String and s.str.contains(_NANO).any() else 's', zone=zone)
+    t = read_times(s, rule, where)
+    return t.seconds, on_one_scale(t.instant, instants_per_second(s.dtype, rule))

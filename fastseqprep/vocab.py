@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SPECIALS', 'KEY_SPECIALS', 'NULL', 'PAD_ID', 'MASK_ID', 'UNK_ID', 'NULL_ID', 'as_series', 'escape', 'unescape',
-           'value_strings', 'dictionary_encode', 'code_counts', 'count_values', 'merge_counts', 'keep_values',
-           'find_sorted', 'ValueVocab']
+           'value_strings', 'category_strings', 'dictionary_encode', 'code_counts', 'count_values', 'merge_counts',
+           'keep_values', 'find_sorted', 'ValueVocab']
 
 # %% ../nbs/01_vocab.ipynb #b4a70bcb
 import numpy as np, polars as pl, pyarrow as pa, pyarrow.compute as pc
@@ -54,6 +54,14 @@ def value_strings(
         raise TypeError(f"column {s.name!r} is {s.dtype}, which has no text to be known by; make it strings, numbers, dates or categories first.")
     return s.cast(pl.String)
 
+# %% ../nbs/01_vocab.ipynb #9db80ec3
+def category_strings(
+    values, # a column of any plain type
+)->pl.Series: # (n,) String, null where the value is missing or a number that is not finite
+    "The text of each value as a category"
+    s = as_series(values)
+    return value_strings(s.set(~s.is_finite(), None) if s.dtype.is_float() else s)
+
 # %% ../nbs/01_vocab.ipynb #e0b2304f
 def dictionary_encode(
     column, # a column of any plain type
@@ -61,7 +69,8 @@ def dictionary_encode(
     "A column as its distinct values, and the place of each row's value among them"
     arr = pc.dictionary_encode(as_series(column).to_arrow())
     if isinstance(arr, pa.ChunkedArray): arr = arr.combine_chunks()
-    return arr.indices.cast(pa.int32()).fill_null(-1).to_numpy(zero_copy_only=False), arr.dictionary
+    codes = pl.from_arrow(arr.indices)  # filled by polars: a scalar of Arrow would load pandas, where it is installed
+    return codes.cast(pl.Int32).fill_null(-1).to_numpy(), arr.dictionary
 
 # %% ../nbs/01_vocab.ipynb #c10b72dd
 def code_counts(
@@ -108,7 +117,7 @@ def find_sorted(
     if not len(values): return np.full(len(texts), -1)
     if len(values) <= 4*len(texts):
         place = pc.index_in(texts.to_arrow(), value_set=values.to_arrow(), skip_nulls=True)
-        return place.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
+        return pl.from_arrow(place).fill_null(-1).cast(pl.Int64).to_numpy()
     place = values.search_sorted(texts.fill_null('')).to_numpy().astype(np.int64).clip(max=len(values)-1)
     return np.where((values.gather(place)==texts).fill_null(False).to_numpy(), place, -1)
 

@@ -2,12 +2,13 @@
 
 Dicts, loops, `math.log` and `numpy.percentile`; no data frames and no package code. A source is a `Source`
 whose rows are plain dicts, so whatever reads a file stays outside. Nothing here is meant to be fast or general:
-one profile at most, times that are numbers, digit strings, dates or datetimes, and the default options.
+times are numbers, digit strings, dates or datetimes (in any zone), and vocabularies have the default options.
 """
 import math, re
 from collections import Counter
 from dataclasses import dataclass, field
 from datetime import date, datetime, timedelta, timezone
+from zoneinfo import ZoneInfo
 
 import numpy as np
 from tokenizers.pre_tokenizers import ByteLevel
@@ -32,10 +33,34 @@ class Source:
     lifelong: list = field(default_factory=list)
     time_col: str = None
     name: str = 'source'
+    time_zone: str = 'UTC'
+    ambiguous: str = 'earliest' # of two local times in autumn
+    bad_time: str = 'error'
+    null_time: str = 'error'
 
     def fields(self):
         "Every declared field with its kind, in declared order"
         return ([(c, 'cat') for c in self.cats] + [(c, 'num') for c in self.conts] + [(c, 'text') for c in self.texts])
+
+    def instant(self, v): return instant(v, self.time_zone, self.ambiguous == 'latest')
+
+    def seconds(self, v): return seconds(v, self.time_zone, self.ambiguous == 'latest')
+
+    def bad(self, v):
+        "Is there a time that cannot be read?"
+        return isinstance(v, str) and v != '' and not NUMBER.fullmatch(v)
+
+    def when(self, row):
+        "Instant of the event in microseconds; None for what has no time"
+        v = row[self.time_col]
+        return None if v in (None, '') or self.bad(v) else self.instant(v)
+
+    def part(self, row):
+        "'profile', 'event', 'static' for a fact of an event source, or why the row is dropped"
+        if self.time_col is None: return 'profile'
+        if self.when(row) is not None: return 'event'
+        if self.bad(row[self.time_col]): return 'unreadable time'
+        return 'static' if self.null_time == 'profile' else 'no time'
 
 
 # ---------------------------------------------------------------- values
@@ -47,6 +72,11 @@ def value_string(v):
     if isinstance(v, date): return v.isoformat()
     if isinstance(v, float): return 'NaN' if math.isnan(v) else repr(v)
     return str(v)
+
+
+def category(v):
+    "The text of a cell of a category or text column: a number that is not finite is missing"
+    return '' if isinstance(v, float) and not math.isfinite(v) else value_string(v)
 
 
 NUMBER = re.compile(r'[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?')
@@ -80,38 +110,36 @@ def data_word(s):
 
 
 # ---------------------------------------------------------------- time
-def instant(v):
-    "Microseconds since 1970 (UTC) of one time cell, for the order; numbers are seconds"
+def instant(v, zone='UTC', later=False):
+    "Microseconds since 1970 (UTC) of one time cell, for the order; numbers are seconds. Of a local time that comes twice, `later` takes the second"
     if v is None: return None
     if isinstance(v, datetime):
-        if v.tzinfo is not None: v = v.astimezone(timezone.utc).replace(tzinfo=None)
-        return (v - EPOCH) // timedelta(microseconds=1)
-    if isinstance(v, date): return (v - EPOCH.date()).days * 86_400_000_000
+        if v.tzinfo is None: v = v.replace(tzinfo=ZoneInfo(zone), fold=int(later))
+        return (v.astimezone(timezone.utc).replace(tzinfo=None) - EPOCH) // timedelta(microseconds=1)
+    if isinstance(v, date): return instant(datetime(v.year, v.month, v.day), zone)
     return math.floor(float(v) * 1_000_000) if isinstance(v, float) else int(v) * 1_000_000
 
 
-def seconds(v):
+def seconds(v, zone='UTC', later=False):
     "Whole seconds since 1970: dates and datetimes rounded down, numbers cut toward zero"
+    if v is None: return None
     if isinstance(v, (int, float, str)): return int(v)
-    us = instant(v)
+    us = instant(v, zone, later)
     return None if us is None else us // 1_000_000
 
 
-def calendar(s):
-    "(hour, weekday with Monday 1, day of month) of epoch seconds, UTC"
-    t = EPOCH + timedelta(seconds=s)
+def calendar(s, zone='UTC'):
+    "(hour, weekday with Monday 1, day of month) of epoch seconds on the clocks of a zone"
+    t = (EPOCH + timedelta(seconds=s)).replace(tzinfo=timezone.utc).astimezone(ZoneInfo(zone))
     return float(t.hour), float(t.isoweekday()), float(t.day)
 
 
 def logsec(delta): return 8 * math.log(1 + max(delta, 0) / 8)
 
 
-def eval_seconds(v):
-    "The evaluation time as epoch seconds"
-    if isinstance(v, str):
-        t = datetime.fromisoformat(v)
-        return seconds(t)
-    return seconds(v)
+def eval_instant(v):
+    "The evaluation time in microseconds since 1970"
+    return instant(datetime.fromisoformat(v) if isinstance(v, str) else v)
 
 
 # ---------------------------------------------------------------- byte-pair encoding
@@ -159,18 +187,18 @@ def merge(word, pair):
 
 # ---------------------------------------------------------------- vocabulary
 class Fit:
-    "All that is learned from the sources: keys, values, bucket bounds, which texts are short lists, byte pairs. Events without a time do not count"
-    def __init__(self, sources, num_buckets=100, cardinality_threshold=100, bpe_vocab_size=28_000):
+    "All that is learned from the sources, or from their rows of some entities: keys, values, bucket bounds, which texts are short lists, byte pairs. Dropped events do not count"
+    def __init__(self, sources, num_buckets=100, cardinality_threshold=100, bpe_vocab_size=28_000, entity_col=None, only=None):
         self.num_buckets, self.cardinality_threshold = num_buckets, cardinality_threshold
         keys, words = set(), set()
         numbers, texts = {}, {}
         for src in sources:
-            rows = [r for r in src.rows if src.time_col is None or r[src.time_col] is not None]
+            rows = [r for r in src.rows if src.part(r) in ('profile', 'event', 'static') and (only is None or r[entity_col] in only)]
             for col, kind in src.fields():
                 keys.add(col)
                 cells = [r[col] for r in rows]
-                if kind == 'cat': words |= {value_string(v) for v in cells}
-                if kind == 'text': texts.setdefault(col, []).extend(value_string(v) for v in cells)
+                if kind == 'cat': words |= {category(v) for v in cells}
+                if kind == 'text': texts.setdefault(col, []).extend(category(v) for v in cells)
                 if kind == 'num':
                     if col in src.signed_conts:
                         keys.add(col + '_sign')
@@ -222,8 +250,8 @@ class Fit:
             for pos, i in enumerate(ids): out.append((key, self.key_vocab.get(key, UNK), value, i, pos, vtype))
         for col, kind in src.fields():
             v = row[col]
-            if kind == 'cat': add(col, kind, value_string(v), [self.word_id.get(value_string(v), UNK)])
-            elif kind == 'text': add(col, kind, value_string(v) or '[UNK]', self.text_ids(col, value_string(v)))
+            if kind == 'cat': add(col, kind, category(v), [self.word_id.get(category(v), UNK)])
+            elif kind == 'text': add(col, kind, category(v) or '[UNK]', self.text_ids(col, category(v)))
             elif col in src.signed_conts:
                 word = sign_word(v)
                 add(col, kind, value_string(magnitude(v)), [self.bucket(col, magnitude(v))])
@@ -238,43 +266,72 @@ def bounds(xs, num_buckets):
 
 
 # ---------------------------------------------------------------- rows
-def token_rows(fit, profile, events, entity_col, eval_time, after_eval='drop', null_time='drop'):
-    "All token rows in total order, and the ledger {source name: {reason: rows}} of what was left out"
-    end, rows, ledger = eval_seconds(eval_time) if eval_time is not None else None, [], {}
-    late = lambda t: after_eval == 'drop' and end is not None and t > end
+def token_rows(fit, profiles, events, entity_col, eval_time, after_eval='drop', points=None):
+    """All token rows in total order, and the ledger {source name: {reason: rows}} of what was left out.
 
-    kept = []  # (source index, source, row number, row, seconds)
-    for s, src in enumerate(events):
-        note = ledger.setdefault(src.name, Counter())
-        for n, row in enumerate(src.rows):
-            t = seconds(row[src.time_col])
-            note['read'] += 1
-            if t is None: note['null time'] += 1
-            elif late(t): note['after eval_time'] += 1
-            else: note['kept'] += 1; kept.append((s, src, n, row, t))
-    newest = {}
-    for s, src, n, row, t in kept: newest[row[entity_col]] = max(t, newest.get(row[entity_col], t))
-    idx = Counter()
-    for s, src, n, row, t in sorted(kept, key=lambda k: (k[0], instant(k[3][k[1].time_col]), k[2])):
-        e = row[entity_col]
-        hour, dow, dom = calendar(t)
-        for tok in fit.tokens(src, row):
-            rows.append((e, *tok, t, logsec(newest[e] - t), s, idx[s, e], hour, dow, dom))
-        idx[s, e] += 1
-    if profile is not None:
-        note = ledger.setdefault(profile.name, Counter())
-        for row in profile.rows:
-            note['read'] += 1; note['kept'] += 1
-            e = row[entity_col]
-            for tok in fit.tokens(profile, row): rows.append((e, *tok, 0, 0., -1, -1, 0., 0., 0.))
-            for col in profile.lifelong:
-                t = seconds(row[col])
-                if t is None: continue
-                if late(t): note['lifelong after eval_time'] += 1; continue
-                rows.append((e, 'lifelong', fit.key_vocab['lifelong'], col, fit.word_id[col], 0, 'cat', t,
-                             logsec(end - t) if t > 0 else 0., -1, -1, 0., 0., 0.))
-    rows = [dict(zip([entity_col] + COLUMNS, r)) for r in rows]
-    return sorted(rows, key=lambda r: (r[entity_col], r['source_idx'], r['event_idx'], r['key'], r['val_pos'], r['time'])), ledger
+    `points` are (entity, time) pairs: a record for each. Without them every entity has one record, at `eval_time`.
+    """
+    profiles = [profiles] if isinstance(profiles, Source) else list(profiles or [])
+    sources, end, ledger = profiles + list(events), eval_time if points is None else None, {}
+    tables = []  # (source, its index in the shards, kind, rows with their number): the rows without a time are a table of their own
+    for i, src in enumerate(sources):
+        note = ledger.setdefault(src.name, Counter(read=len(src.rows)))
+        for kind in 'profile', 'event', 'static':
+            rows = [(n, r) for n, r in enumerate(src.rows) if src.part(r) == kind]
+            if rows: tables.append((src, i - len(profiles), kind, rows))
+        note.update(Counter(p for r in src.rows if (p := src.part(r)) in ('no time', 'unreadable time')))
+        note['unreadable milestones'] = sum(src.bad(r[c]) for r in src.rows for c in src.lifelong)
+    entities = {r[entity_col] for *_, rows in tables for _, r in rows}
+    times = {e: sorted((t for p, t in points if p == e), key=eval_instant) if points is not None else [end] for e in entities}
+    cut = lambda e, k: math.inf if after_eval == 'keep' or times[e][k] is None else eval_instant(times[e][k])
+    records = [(e, k) for e in sorted(entities) for k in range(len(times[e]))]
+    asked = {e for e, _ in records}
+    def known(src, kind, row, col):
+        "From when on a milestone is known; None if there is none"
+        v = row[col]
+        if v is None or v == '' or src.bad(v): return None
+        return max(src.instant(v), src.instant(row[src.time_col])) if kind == 'event' else src.instant(v)
+
+    for src, _, kind, rows in tables:
+        note, latest = ledger[src.name], lambda e: max(cut(e, k) for k in range(len(times[e])))
+        for _, r in rows:
+            e = r[entity_col]
+            if e not in asked: note['no evaluation point'] += 1
+            elif kind == 'event' and src.instant(r[src.time_col]) > latest(e): note['after the evaluation time'] += 1
+            elif src.fields() or any((t := known(src, kind, r, c)) is not None and t <= latest(e) for c in src.lifelong): note['kept'] += 1
+            else: note['no token'] += 1
+
+    out, used = [], 0
+    whole = lambda v: seconds(datetime.fromisoformat(v) if isinstance(v, str) else v)
+    for e, k in records:
+        before = len(out)
+        still, moving, newest, at = [], [], None, whole(times[e][k])  # rows with what decides their place
+        for t, (src, s, kind, rows) in enumerate(tables):
+            mine = [(n, r) for n, r in rows if r[entity_col] == e]
+            if kind == 'event':
+                seen = sorted(((src.instant(r[src.time_col]), n, r) for n, r in mine if src.instant(r[src.time_col]) <= cut(e, k)), key=lambda x: x[:2])
+                if src.fields() and seen: newest = max(newest if newest is not None else -math.inf, *(src.seconds(r[src.time_col]) for *_, r in seen))
+                moving += [(src, s, number, src.seconds(r[src.time_col]), r) for number, (_, _, r) in enumerate(seen)]
+            else:
+                for n, r in mine: still += [((tok[0], t, n, 0, tok[4]), (*tok, 0, 0.)) for tok in fit.tokens(src, r)]
+            cells = {}  # (column, second) → from when on it is known; the same milestone in several rows counts once
+            for _, r in mine:
+                for c, col in enumerate(src.lifelong):
+                    if (when := known(src, kind, r, col)) is not None:
+                        where = c, src.seconds(r[col])
+                        cells[where] = min(when, cells.get(where, when))
+            for (c, second), when in cells.items():
+                if when > cut(e, k): ledger[src.name]['lifelong after eval_time'] += 1
+                else: still.append((('lifelong', second, t, c, 0), ('lifelong', fit.key_vocab['lifelong'], src.lifelong[c], fit.word_id[src.lifelong[c]], 0, 'cat',
+                                                                     second, logsec(at - second) if second > 0 else 0.)))
+        more = {} if points is None else dict(record_idx=k, eval_time=at)
+        for _, row in sorted(still, key=lambda x: x[0]): out.append({**dict(zip([entity_col] + COLUMNS, (e, *row, -1, -1, 0., 0., 0.))), **more})
+        for src, s, number, second, r in moving:
+            for tok in sorted(fit.tokens(src, r), key=lambda tok: (tok[0], tok[4])):
+                out.append({**dict(zip([entity_col] + COLUMNS, (e, *tok, second, logsec(newest - second), s, number, *calendar(second, src.time_zone)))), **more})
+        used += len(out) > before
+    if points is not None: ledger['evaluation points'] = Counter(read=len(points), kept=used) + Counter({'entity without rows': len(points) - len(records), 'no events before it': len(records) - used})
+    return out, ledger
 
 
 def row_order(r, entity_col):
@@ -284,10 +341,10 @@ def row_order(r, entity_col):
 
 # ---------------------------------------------------------------- records and batches
 def records(rows, entity_col, **limits):
-    "One record per entity, in id order, cut to the limits"
+    "One record per entity (and evaluation point), in id order, cut to the limits"
     lim = {**LIMITS, **limits}
     by_entity = {}
-    for r in rows: by_entity.setdefault(r[entity_col], []).append(r)
+    for r in rows: by_entity.setdefault((r[entity_col], r.get('record_idx', 0)), []).append(r)
     out = []
     for e in sorted(by_entity):
         tok = lambda r: [r['key_id'], r['val_id'], r['val_pos']]
@@ -301,7 +358,7 @@ def records(rows, entity_col, **limits):
         evs = [evs[k] for k in sorted(evs)]
         evs = evs[max(0, len(evs) - lim['max_events']):]
         events = [[tok(r) for r in ev[:lim['max_event_toks']]] for ev in evs]
-        out.append(dict(uid=e, n_toks=len(prof) + len(life) + sum(map(len, events)),
+        out.append(dict(uid=e[0], n_toks=len(prof) + len(life) + sum(map(len, events)),
                         profile=[tok(r) for r in prof], profile_time=[0.] * len(prof),
                         lifelong=[tok(r) for r in life], lifelong_time=[r['logsec'] for r in life],
                         events=events, event_time=[ev[0]['logsec'] for ev in evs],

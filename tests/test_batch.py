@@ -249,8 +249,53 @@ def test_levels_are_those_of_the_records(recs):
 def test_batches_of_numpy_arrays(recs):
     b = pack_batch(recs)
     arrays = {k: v.numpy() if isinstance(v, torch.Tensor) else v for k, v in b.items()}
-    for level in LEVELS: assert torch.equal(level_offsets(arrays, level), level_offsets(b, level))
-    assert torch.equal(real_rows(arrays), real_rows(b))
+    for level in LEVELS:
+        o, a = level_offsets(b, level), level_offsets(arrays, level)
+        for f in (lambda x: x), cu_seqlens, segment_ids, segment_positions:
+            assert isinstance(f(a), np.ndarray) and str(f(a).dtype) in str(f(o).dtype) and f(a).tolist() == f(o).tolist()
+        assert max_length(a) == max_length(o)
+        values = np.random.default_rng(0).random((int(a[-1]), 3))
+        padded, mask = to_padded(values, a, fill=-1)
+        want, wanted = to_padded(torch.from_numpy(values), o, fill=-1)
+        assert np.array_equal(padded, want.numpy()) and np.array_equal(mask, wanted.numpy())
+        back, again = from_padded(padded, mask)
+        assert np.array_equal(back, values) and np.array_equal(again, a)
+        if level != 'history': assert torch.equal(to_nested(values, a).values(), torch.from_numpy(values))
+    assert real_rows(arrays).tolist() == real_rows(b).tolist()
+
+
+@pytest.mark.parametrize('kind', ['tensors', 'arrays'])
+def test_methods_of_a_batch_are_the_functions(recs, kind):
+    b = getattr(pack_batch(recs), kind)()
+    for level in (*LEVELS, None):
+        o = level_offsets(b, level)
+        assert all((x == y).all() and x.dtype == y.dtype for x, y in [(b.offsets(level), o), (b.cu_seqlens(level), cu_seqlens(o)),
+            (b.segment_ids(level), segment_ids(o)), (b.positions(level), segment_positions(o))])
+        assert b.max_seqlen(level) == max_length(o) and b.real.all()
+        if level in ('history', 'record_events'):
+            for view in b.padded, b.nested:
+                with pytest.raises(ValueError, match='no values for the level'): view(level=level)
+            values = torch.randn(int(o[-1]), 2)
+            if kind == 'tensors': assert torch.equal(b.padded(values, level)[0], to_padded(values, o)[0])
+        else:
+            assert (b.padded(level=level)[0] == to_padded(b['event_tokens'], o)[0]).all()
+            assert torch.equal(b.nested(level=level).values(), torch.as_tensor(b['event_tokens']))
+        for causal in False, True:
+            got, want = b.block_mask(level, causal), block_mask(o, causal)
+            assert all(torch.equal(x, y) if isinstance(x, torch.Tensor) else True for x, y in zip(got.as_tuple(), want.as_tuple()))
+
+
+def test_a_batch_stays_one_on_its_way(recs):
+    "Through torch's collating and pinning, copies and pickles; fastai's `to_device` gives a dict that becomes one again"
+    from torch.utils.data import default_convert
+    b = pack_batch(recs)
+    with mock.patch.object(torch.Tensor, 'pin_memory', lambda t: t.clone()): ways = [b.pin_memory(), pin_memory(b), pin_memory([b])[0], b.arrays().pin_memory()]
+    ways += [b.to('cpu'), b.to('cpu', non_blocking=True), b.arrays().to('cpu'), b.arrays().tensors(), default_convert(b), default_convert(b.arrays()), copy.copy(b), copy.deepcopy(b)]
+    for o in ways:
+        assert type(o) is Batch and list(o) == list(b) and o['uids'] == b['uids']
+        assert all(torch.equal(o[k], b[k]) and o[k].dtype == b[k].dtype for k in b if k != 'uids')
+    to_device = pytest.importorskip('fastai.torch_core').to_device
+    assert torch.equal(Batch(to_device(b, 'cpu')).positions('record'), b.positions('record'))
 
 
 @pytest.mark.parametrize('seed', range(20))
@@ -354,3 +399,23 @@ def test_moving_waits_only_when_asked(recs):
     with mock.patch.object(torch.Tensor, 'to', to): b.to('cuda:1', non_blocking=True)
     assert calls == [('cuda:1', True)]*(len(b)-1)
     assert type(copy.copy(b)) is Batch
+
+
+def test_copies_and_unions_are_batches():
+    b = Batch(tokens=np.arange(5), record_offsets=np.array([0, 2, 5]))
+    for o in b.copy(), b | {}, {} | b, b | b:
+        assert type(o) is Batch and o is not b and list(o) == list(b) and o['tokens'] is b['tokens']
+        assert o.max_seqlen() == 3
+    assert list(b | {'x': 1}) == [*b, 'x'] and ({'tokens': 0} | b)['tokens'] is b['tokens'] and (b | {'tokens': 0})['tokens'] == 0
+    with pytest.raises(TypeError): b | [('x', 1)]
+    b |= {'x': 1}
+    assert type(b) is Batch and b['x'] == 1
+
+
+def test_the_level_may_come_first():
+    b = Batch(tokens=np.arange(5), record_offsets=np.array([0, 2, 5])).tensors()
+    for x, y in zip(b.padded('record'), b.padded(level='record')): assert x.equal(y)
+    assert [o.tolist() for o in b.nested('record').unbind()] == [[0, 1], [2, 3, 4]]
+    for f in b.padded, b.nested:
+        with pytest.raises(ValueError, match="no level 'event'"): f('event')
+        with pytest.raises(ValueError, match="values are 'record' and the level is 'record'"): f('record', 'record')

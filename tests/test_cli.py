@@ -118,7 +118,7 @@ def test_verify_without_a_manifest(made, tmp_path, capsys):
     assert code == 2 and 'no manifest.json' in err
 
 @pytest.mark.parametrize('args,words', [
-    (['dmeo'], "did you mean 'demo'?"), (['inspct', 'x'], "did you mean 'inspect'?"), (['frob'], 'demo, inspect, verify'), (['demo', '--user', '3'], "did you mean '--users'?"),
+    (['dmeo'], "did you mean 'demo'?"), (['inspct', 'x'], "did you mean 'inspect'?"), (['frob'], 'demo, preprocess, inspect, verify'), (['demo', '--user', '3'], "did you mean '--users'?"),
     (['demo', '--users', 'many'], "invalid int value: 'many'"), (['verify'], 'FOLDER'), (['inspect', 'a', 'b'], "'b'"), (['--versoin'], "did you mean '--version'?"),
     (['verify', 'no/such/folder'], 'no/such/folder does not exist'), (['inspect', 'no/such.parquet'], 'does not exist')])
 def test_mistakes_are_told_in_one_line(args, words, capsys):
@@ -139,9 +139,9 @@ def test_version_and_help(capsys):
     assert said(capsys)[0] == 0
 
 def test_every_parameter_has_help():
-    from fastcore.docments import docments
-    for name, fn in commands.items():
-        assert fn.__doc__ and all(v for k, v in docments(fn).items() if k != 'return'), name
+    from fastseqprep.cli import make_parser
+    for name, sub in make_parser().subs.items():
+        assert commands[name].__doc__ and all(o.help for o in sub._actions), name
 
 @pytest.mark.parametrize('args', [['--help'], ['demo', '--help'], ['--version'], ['dmeo']])
 def test_quick_answers_load_nothing_heavy(args):

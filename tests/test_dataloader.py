@@ -89,6 +89,27 @@ def test_budget_and_oversize(shards):
     assert max(len(b['event_tokens']) for b in cut) <= 500 and cut.recs.ntoks.max() == 21
 
 
+@pytest.mark.parametrize('kw', [dict(max_tokens=40), dict(max_tokens=333, shuffle=True), dict(max_tokens=10_000, max_batch_events=11), dict(max_tokens=100, max_batch_events=7, mask=True)])
+def test_a_record_over_the_budget_loses_its_oldest_events(shards, kw):
+    whole = PRAGMADataLoader(shards, oversize='alone', **kw)
+    ds = PRAGMADataLoader(shards, oversize='cut', **kw)
+    budget, most = kw['max_tokens'], kw.get('max_batch_events', 10**9)
+    assert (whole.recs.ntoks > budget).any() or (whole.recs.events.lengths > most).any()
+    seen = []
+    for b in ds:
+        seen += b['uids']
+        assert len(b['event_tokens']) + int(b['profile_mask'].sum() + b['lifelong_mask'].sum()) <= budget and len(b['event_user']) <= most
+    assert sorted(seen) == [f'u{i:04}' for i in range(200)]
+    for i in range(200):
+        full, short = whole.recs.record(i), ds.recs.record(i)
+        sizes = np.array([len(e) for e in full['events']], int)
+        fixed = len(full['profile']) + len(full['lifelong'])
+        keep = max((k for k in range(len(sizes)+1) if k <= most and fixed + sizes[len(sizes)-k:].sum() <= budget))
+        assert [e.tolist() for e in short['events']] == [e.tolist() for e in full['events'][len(sizes)-keep:]]
+        assert short['event_time'].tolist() == full['event_time'][len(sizes)-keep:].tolist()
+    if 'mask' not in kw: assert [key(b) for b in PRAGMADataLoader(shards, oversize='cut', **kw)] == [key(b) for w in [DataLoader(PRAGMADataLoader(shards, oversize='cut', **kw), batch_size=None, num_workers=2)] for b in w]
+
+
 def test_masks_depend_on_the_record_alone(shards):
     def masks(**kw):
         res = {}
@@ -103,6 +124,55 @@ def test_masks_depend_on_the_record_alone(shards):
     b = next(iter(PRAGMADataLoader(shards, seed=5)))
     m = next(iter(PRAGMADataLoader(shards, seed=5, mask=True)))
     assert key(mask_batch(b, None, seed=5)) == key(m)
+
+
+OPTIONS = [dict(), dict(whole_value=True), dict(exact_share=.3), dict(exact_share=.3, whole_value=True, unk_targets=False), dict(unk_targets=False, p_unk=.5), dict(p_tok=1., p_event=0., p_key=0.)]
+
+
+@pytest.mark.parametrize('kw', OPTIONS, ids=str)
+def test_bunches_are_batches_made_one_by_one(shards, kw):
+    "For every option of masks, budgets with one batch in a bunch or 32, an oversize record, ranks, and a start in mid-bunch"
+    rng = np.random.default_rng(0)
+    for budget in dict(max_tokens=60_000), dict(max_tokens=700), dict(max_tokens=90), dict(batch_size=7), dict(max_tokens=500, max_events=3, max_event_toks=2):
+        for world in 1, 3:
+            ds = PRAGMADataLoader(shards, shuffle=True, mask=True, seed=3, rank=world-1, world_size=world, **budget, **kw)
+            plan, todo = ds.plan_of(1), ds.steps(1)
+            want = []
+            for k in todo:
+                idx = plan.share(k, ds.rank, world)
+                if len(idx): b = ds.masker(ds.recs.gather(idx), ds.recs.record_hash[idx], 1)   # the simple way: wide tokens, one batch
+                else: b = {k: v for k, v in ds.batch(idx, 1, rows=1).items()}
+                want.append([v if k == 'uids' else (v.shape, np.asarray(v).tobytes()) for k, v in b.items()])
+            for start in {0, 1, len(plan)-1, int(rng.integers(len(plan)))}:
+                got = [key({k: v for k, v in b.items() if k != 'real'}) for b in ds.batches(1, start=start)]
+                assert got == want[start:]
+            assert [key({k: v for k, v in b.items() if k != 'real'}) for b in ds.batches(1, worker=1, n_workers=3)] == want[1::3]
+
+
+def test_batches_of_a_bunch_share_nothing(shards):
+    ds = PRAGMADataLoader(shards, max_tokens=300, shuffle=True, mask=True)
+    want = [key(b) for b in ds.batches(0)]
+    for b, w in zip(ds.batches(0), want, strict=True):
+        assert key(b) == w
+        for k, v in b.items():
+            if k != 'uids':
+                assert v.is_contiguous()
+                v.zero_()
+
+
+def test_the_loader_under_it_needs_no_torch(shards):
+    code = f"""import sys; sys.modules['torch'] = None
+import numpy as np
+from fastseqprep.loader import RecordLoader
+for world in 1, 2:
+    ds = RecordLoader({str(shards)!r}, max_tokens=700, shuffle=True, mask=True, rank=0, world_size=world)
+    for b in ds: print(int(b['event_tokens'].sum()), int(b['event_labels'].sum()), b['uids'])
+    ds.load_state_dict(ds.state_dict())
+print(ds.epoch)"""
+    out = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=WAIT)
+    want = [f"{int(b['event_tokens'].sum())} {int(b['event_labels'].sum())} {b['uids']}" for world in (1, 2)
+            for b in PRAGMADataLoader(shards, max_tokens=700, shuffle=True, mask=True, rank=0, world_size=world)]
+    assert out.stdout.splitlines() == [*want, '1'], out.stderr
 
 
 def real(b): return [u for u, r in zip(b['uids'], b['real'].tolist()) if r] if 'real' in b else b['uids']
@@ -227,6 +297,10 @@ def test_a_worker_that_wakes_late_reads_the_same_epoch(shards):
     assert [b['uids'] for b in dl] == [b['uids'] for b in want]
 
 
+def test_record_numbers_are_whole(shards):
+    with pytest.raises(ValueError, match='float64'): PRAGMADataLoader(shards, records=[1.7])
+
+
 def test_chosen_records_only(shards):
     every = PRAGMADataLoader(shards)
     odd = PRAGMADataLoader(shards, max_tokens=300, shuffle=True, records=np.arange(len(every.recs)) % 2 == 1)
@@ -235,9 +309,14 @@ def test_chosen_records_only(shards):
 
 def test_two_loops_at_once(shards):
     dl = pragma_dl(shards, max_tokens=2000, shuffle=True, num_workers=1, timeout=WAIT)
-    pairs = list(zip_longest(dl, dl))
+    first = iter(dl)
     plain = PRAGMADataLoader(shards, max_tokens=2000, shuffle=True)
-    for side in 0, 1: assert [p[side]['uids'] for p in pairs if p[side]] == [b['uids'] for b in plain]
+    want = [[b['uids'] for b in plain] for _ in range(3)]
+    got = [next(first)['uids']], []                                    # the first has begun, so the second is the next epoch
+    for pair in zip_longest(first, dl):
+        for seen, b in zip(got, pair):
+            if b is not None: seen.append(b['uids'])
+    assert list(got) == want[:2] and [b['uids'] for b in dl] == want[2]
 
 
 def test_a_loader_made_by_hand(shards):
@@ -286,3 +365,78 @@ def test_mistakes_are_named(shards, tmp_path):
     with pytest.raises(TypeError, match='p_token'): PRAGMADataLoader(shards, mask=True, p_token=.5)
     with pytest.raises(ValueError, match='at least one record'): pack_batch([])
     with pytest.raises(FileNotFoundError, match='nowhere'): PRAGMADataLoader(tmp_path/'nowhere')
+
+
+# ---------------------------------------------------------------- what is left alone, and what is refused
+
+@pytest.mark.parametrize('n', [0, 2])
+def test_no_global_generator_is_touched(shards, n):
+    import random
+    dl = pragma_dl(shards, max_tokens=700, shuffle=True, mask=True, num_workers=n, timeout=WAIT if n else 0)
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    assert sum(len(b['uids']) for _ in range(2) for b in dl) == 2*len(dl.dataset.recs)
+    assert before == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+
+
+@pytest.mark.parametrize('kw', [dict(), dict(num_workers=2, timeout=WAIT), dict(num_workers=2, timeout=WAIT, persistent_workers=True)])
+def test_an_iterator_of_which_nothing_is_taken_begins_nothing(shards, kw):
+    plain = pragma_dl(shards, max_tokens=700, shuffle=True)
+    want = [[b['uids'] for b in plain] for _ in range(3)]
+    dl = pragma_dl(shards, max_tokens=700, shuffle=True, **kw)
+    def whole(it): return [b['uids'] for b in it]
+    iter(dl)
+    assert whole(iter(dl)) == want[0]
+    kept = iter(dl), iter(dl)
+    assert dl.epoch == 1 and dl.state_dict()['next_batch'] == 0
+    assert whole(dl) == want[1]
+    del kept
+    dl.load_state_dict({**dl.state_dict(), 'epoch': 2, 'next_batch': 3})
+    iter(dl)
+    assert whole(dl) == want[2][3:]
+
+
+def test_the_state_is_cheap_with_many_records(shards, monkeypatch):
+    "It is asked for after each batch, so what does not change is hashed once"
+    import fastseqprep.loader as loader
+    ds, n = PRAGMADataLoader(shards, records=np.arange(50), shuffle=True, max_tokens=300), []
+    monkeypatch.setattr(loader, 'sha256', lambda *a, hash=loader.sha256: n.append(1) or hash(*a))
+    states = [ds.state_dict() for _ in ds]
+    assert len(states) > 3 and len(n) == 2 and len({s['plan']['records'] for s in states}) == 1
+    states[0]['plan']['seed'] = 5
+    assert ds.state_dict()['plan']['seed'] == 0
+
+
+def test_a_split_by_shards_leaves_both_sides():
+    from fastseqprep.dataloader import split_shards
+    for n in 2, 3, 10:
+        for share in 0, .01, .2, .5, 1-1/n:
+            train, valid = split_shards(range(n), share)
+            assert train and valid and train+valid == list(range(n))
+    for n, share in (2, 1.), (2, .9), (5, 1), (5, 1.2), (5, -.1):
+        with pytest.raises(ValueError, match=f'of {n} shards leaves none for training'): split_shards(range(n), share)
+
+
+def test_a_rule_that_makes_no_plan_is_refused_before_anything_is_read(tmp_path):
+    for kw, words in [(dict(max_tokens=None), 'max_tokens=None'), (dict(batch_size='3'), "batch_size='3'"), (dict(batch_size=2.5), 'batch_size=2.5'), (dict(batch_size=True), 'batch_size=True'),
+                      (dict(max_tokens='9', n_classes=1.5), "max_tokens='9'; n_classes.*1.5"), (dict(max_tokens=None, oversize='cut'), 'max_tokens=None'), (dict(seed=.5), 'seed=0.5')]:
+        with pytest.raises(ValueError, match=words): pragma_dl(tmp_path/'nowhere', **kw)
+
+
+def test_a_second_iteration_of_persistent_workers_ends_the_first(tmp_path):
+    folder = write_shards(tmp_path/'s', (40,))
+    want = [b['uids'] for b in pragma_dl(folder, max_tokens=300)]
+    kw = dict(max_tokens=300, num_workers=2, timeout=WAIT, multiprocessing_context='fork')
+    dl = pragma_dl(folder, persistent_workers=True, **kw)
+    for taken in 0, 2:
+        dl.set_epoch(0)
+        one = iter(dl)
+        for _ in range(taken): next(one)
+        dl.set_epoch(0)
+        two = iter(dl)
+        with pytest.raises(RuntimeError, match='newer iteration'): next(one)
+        assert [b['uids'] for b in two] == want
+    assert [b['uids'] for b in dl] == want
+    for n in 0, 2:                                                     # without persistent workers each has its own
+        dl = pragma_dl(folder, **{**kw, 'num_workers': n, 'timeout': WAIT if n else 0, 'multiprocessing_context': 'fork' if n else None})
+        one, two = iter(dl), iter(dl)
+        assert [next(one)['uids'], next(two)['uids']] == [want[0]]*2

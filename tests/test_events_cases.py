@@ -229,7 +229,7 @@ def same(got, want, rel, where=''):
 # ---------------------------------------------------------------- the oracle
 def oracle_source(case, s):
     rows = pl.read_parquet(CASES/case/s['file']).to_dicts()
-    return oracle.Source(rows, time_col=s.get('time_col'), name=s['name'],
+    return oracle.Source(rows, time_col=s.get('time_col'), name=s['name'], null_time='drop',
                          **{k: s.get(k, []) for k in ('cats', 'conts', 'signed_conts', 'texts', 'lifelong')})
 
 

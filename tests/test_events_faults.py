@@ -88,6 +88,20 @@ BAD = {
     'a profile among the events': (lambda p: (None, [profile()]), ['users', 'is_profile']),
     'two sources of one name': (lambda p: (None, [events(), events()]), ['visits']),
     'other entity columns': (lambda p: (profile(), [events(visits().rename({'id': 'user'}), entity_col='user')]), ['id', 'user', 'visits']),
+    'a name that the sign of another source needs': (lambda p: (profile(conts=['age'], signed_conts=['age']), [events(visits(age_sign=['a'] * 3), cats=['age_sign'])]), ['age_sign', 'visits', 'users', 'rename']),
+    'the same the other way round': (lambda p: (profile(users(secs_sign=['a'] * 3), cats=['secs_sign']), [events(signed_conts=['secs'])]), ['secs_sign', 'visits', 'users', 'rename']),
+    'numbers wider than 64 bits': (lambda p: (profile(users(age=pl.Series([1, 2, 3], dtype=pl.Int128))), [events()]), ['age', 'users', 'Int128', 'Float64']),
+    'categories wider than 64 bits': (lambda p: (profile(users(city=pl.Series([1, 2, 3], dtype=pl.UInt128))), [events()]), ['city', 'users', 'UInt128', 'String']),
+    'negative ids beside large ones': (lambda p: (profile(users(id=pl.Series([1, 2, 2**63], dtype=pl.UInt64))), [events(visits(id=[1, -1, 2]))]), ['id', 'visits', '-1', 'users', 'UInt64', 'text']),
+    'years written as text': (lambda p: (profile(), [events(visits(at=['2022', '2023', '2024']))]), ['at', 'visits', '2022', "'%Y'"]),
+    'years written as categories': (lambda p: (profile(), [events(visits(at=pl.Series(['2022', '2023', '2024'], dtype=pl.Categorical)))]), ['at', 'visits', '2022', "'%Y'"]),
+    'a year of birth': (lambda p: (profile(users(born=['1980', None, '1999']), lifelong=['born']), [events()]), ['born', 'users', '1980', "'%Y'"]),
+    'objects among words': (lambda p: (None, [file_source(a_file(p, 'visits.jsonl', '{"id":1,"page":"x","at":1}\n{"id":1,"page":{"n":"x"},"at":2}\n'))]), ['visits.jsonl', 'page', 'row 2', 'object']),
+    'words among objects': (lambda p: (None, [file_source(a_file(p, 'visits.jsonl', '{"id":1,"page":{"n":"x"},"at":1}\n{"id":1,"page":"x","at":2}\n'))]), ['visits.jsonl', 'page', 'row 1', 'object']),
+    'objects among numbers': (lambda p: (None, [file_source(a_file(p, 'visits.jsonl', '{"id":1,"page":"x","secs":1,"at":1}\n{"id":1,"page":"x","secs":{"s":1},"at":2}\n'), conts=['secs'])]), ['visits.jsonl', 'secs', 'row 2', 'object']),
+    'lists among numbers': (lambda p: (None, [file_source(a_file(p, 'visits.jsonl', '{"id":1,"page":"x","secs":1,"at":1}\n{"id":1,"page":"x","secs":[1],"at":2}\n'), conts=['secs'])]), ['visits.jsonl', 'secs', 'row 2', 'list']),
+    'an object for an id': (lambda p: (None, [file_source(a_file(p, 'visits.jsonl', '{"id":"a","page":"x","at":1}\n{"id":{"n":1},"page":"x","at":2}\n'))]), ['visits.jsonl', 'id', 'row 2', 'object']),
+    'an object late in the file': (lambda p: (None, [file_source(a_file(p, 'visits.jsonl', '{"id":1,"page":"x","at":1}\n' * 11_000 + '\n{"id":1,"page":{"n":"x"},"at":2}\n'))]), ['visits.jsonl', 'page', 'row 11,001', 'object']),
     'entity ids of two types': (lambda p: (profile(), [events(visits(id=['1', '1', '2']))]), ['id', 'String', 'Int64']),
 }
 
@@ -130,6 +144,127 @@ def test_bad_shard_count(n, tmp_path):
     before = written(tmp_path/'out')
     with pytest.raises((ValueError, TypeError), match='n_shards'): ds.write_kv(100, n)
     assert written(tmp_path/'out') == before
+
+
+@pytest.mark.parametrize('inside', ['', 'deeper/out'])
+def test_an_output_path_that_is_a_file(inside, tmp_path):
+    f = a_file(tmp_path, 'file', 'precious')
+    with pytest.raises(StoreError) as e: PRAGMADataset(profile(), [events()], 'id', f/inside if inside else f, progress=False)
+    check_message(e, [str(f), 'is a file', 'folder'])
+    assert f.read_text() == 'precious' and written(tmp_path) == ['file']
+
+
+def test_a_file_that_takes_the_place_of_the_folder(tmp_path):
+    ds = PRAGMADataset(profile(), [events()], 'id', tmp_path/'out', progress=False)
+    f = a_file(tmp_path, 'out', 'precious')
+    with pytest.raises(StoreError, match='is a file'): ds.fit_tokenizer()
+    assert f.read_text() == 'precious'
+
+
+# ---------------------------------------------------------------- what is read right
+def test_text_that_looks_like_json_is_text(tmp_path):
+    lines = ['{"id":1,"page":"{x}","at":1}', '', '{"id":1,"page":"[\\"a\\"]","at":2}', '{"id":1,"page":"{\\"n\\":1}","at":3}', '{"id":1,"page":5,"at":4}', '{"id":1,"page":null,"at":5}']
+    got = file_source(a_file(tmp_path, 'visits.jsonl', '\n'.join(lines)))
+    assert [v for *_, df in got.chunks(2) for v in df['page']] == ['{x}', '["a"]', '{"n":1}', '5', None]
+
+
+def test_years_and_seconds_by_declaration(tmp_path):
+    def times(**kw): return Tokenizer().fit([s := events(visits(at=['2022', '2023', '1970']), **kw)]).encode_source(s)['time'].unique().sort().to_list()
+    assert times(time_format='%Y') == [0, 1640995200, 1672531200]
+    assert times(time_format='%Y', time_zone='Europe/Warsaw') == [-3600, 1640995200 - 3600, 1672531200 - 3600]
+    assert times(time_format='%s', time_zone='Europe/Warsaw') == [1970, 2022, 2023]
+    with pytest.warns(UserWarning, match='years'): assert Tokenizer().fit([s := events(visits(at=[2022, 2023, 1970]))]).encode_source(s)['time'].max() == 2023
+    mixed = events(visits(at=['2022', '12', '1970']))
+    assert Tokenizer().fit([mixed]).encode_source(mixed)['time'].max() == 2022
+
+
+def test_numbers_that_are_not_finite_are_no_categories(tmp_path):
+    score = visits(page=[1.5, float('nan'), float('inf')])
+    for source in events(score), events(score, cats=[], texts=['page']):
+        tok = Tokenizer().fit([source])
+        assert {'1.5', ''} <= set(tok.val_vocab) and not {'NaN', 'inf'} & set(tok.val_vocab)
+    assert Tokenizer().fit([events(score)]).encode_source(events(score)).filter(key='page')['value'].to_list() == ['1.5', '', '']
+    null = Tokenizer(null_token=True).fit([events(score)])
+    assert null.encode_source(events(score)).filter(key='page').select('value', 'val_id').rows()[1:] == [('[NULL]', 3)] * 2 and '' not in null.val_vocab
+    words = events(visits(page=['NaN', 'inf', 'x']))
+    assert {'NaN', 'inf'} <= set(Tokenizer().fit([words]).val_vocab)
+
+
+def test_wide_and_negative_integers_of_one_key(tmp_path):
+    "UInt64 in one file or source and negative Int64 in another: both are what they are"
+    big, small = pl.DataFrame({'id': [1], 'page': [2**64 - 1], 'at': [1]}, schema_overrides={'page': pl.UInt64}), pl.DataFrame({'id': [1], 'page': [-5], 'at': [2]})
+    big.write_parquet(tmp_path/'a.parquet'); small.write_parquet(tmp_path/'b.parquet')
+    for role in 'cats', 'conts':
+        kw = {'cats': [], role: ['page']}
+        files, two = [file_source(tmp_path/'*.parquet', **kw)], [file_source(tmp_path/f'{n}.parquet', name=n, **kw) for n in 'ab']
+        tok = Tokenizer(num_buckets=2).fit(files)
+        assert Tokenizer(num_buckets=2).fit(two).hash == tok.hash
+        assert tok.encode_source(files[0])['value'].to_list() == [str(2**64 - 1), '-5']
+        if role == 'conts': assert tok.encode_source(files[0])['val_id'].to_list() == [tok.val_vocab['<bucket_2>'], tok.val_vocab['<bucket_1>']]
+
+
+# ---------------------------------------------------------------- milestones and empty rows in the ledger
+def ledger(out): return open_store(out).manifest.ledger
+
+
+def values(out): return [tuple(r) for r in pl.read_parquet(out/'shard_0.parquet').select('id', 'value').rows()]
+
+
+def test_unreadable_milestones_are_counted(tmp_path):
+    kw = dict(lifelong=['joined', 'left'], bad_time='null')
+    people = users(joined=['2020-01-01', 'soon', ''], left=['never', 'soon', None])
+    PRAGMADataset(profile(people, **kw), [events()], 'id', tmp_path/'a', progress=False).write_kv('2021-01-01', 1)
+    assert ledger(tmp_path/'a')['users'] == dict(read=3, kept=3, dropped={}, counts={'unreadable milestones': 3})
+    people.write_csv(tmp_path/'people.csv')
+    src = DataSource.from_file(tmp_path/'people.csv', cats=['city'], entity_col='id', is_profile=True, name='users', **kw)
+    PRAGMADataset(src, [events()], 'id', tmp_path/'b', progress=False).write_kv('2021-01-01', 1)
+    assert ledger(tmp_path/'b')['users']['counts'] == {'unreadable milestones': 3}
+    with pytest.raises(ValueError, match="column 'joined', row 2: 'soon'"): PRAGMADataset(profile(people, lifelong=['joined']), [events()], 'id', tmp_path/'c', progress=False).write_kv('2021-01-01', 1)
+
+
+def test_rows_without_a_token_are_not_kept(tmp_path):
+    people = DataSource(users(joined=[dt.date(2020, 1, 1), dt.date(2030, 1, 1), None]), lifelong='joined', entity_col='id', is_profile=True, name='people')
+    bare = DataSource(visits(), time_col='at', entity_col='id', name='bare')
+    PRAGMADataset(people, [bare, events()], 'id', tmp_path, progress=False).write_kv('2021-01-01', 1)
+    assert ledger(tmp_path)['people'] == dict(read=3, kept=1, dropped={'no token': 2}, counts={'milestones after the evaluation time': 1})
+    assert ledger(tmp_path)['bare'] == dict(read=3, kept=0, dropped={'no token': 3}, counts={})
+    assert ledger(tmp_path)['visits']['kept'] == 3 and (1, 'joined') in values(tmp_path)
+
+
+def test_events_without_fields_do_not_move_the_clock(tmp_path):
+    "They are no events, so `logsec` is not measured from them"
+    bare = DataSource(visits(at=[1000, 1000, 1000]), time_col='at', entity_col='id', name='bare')
+    PRAGMADataset(None, [bare, events()], 'id', tmp_path, progress=False).write_kv(None, 1)
+    assert pl.read_parquet(tmp_path/'shard_0.parquet').filter(id=2)['logsec'].unique().to_list() == [0.]
+
+
+def test_a_milestone_is_cut_to_the_instant(tmp_path):
+    def at(us): return dt.datetime(2024, 1, 1, 0, 0, 0, us)
+    people = DataSource(users(joined=[at(0), at(500_000), None]), lifelong='joined', entity_col='id', is_profile=True, name='people')
+    PRAGMADataset(people, entity_col='id', out_path=tmp_path, progress=False).write_kv('2024-01-01', 1)
+    assert values(tmp_path) == [(1, 'joined')]
+    assert ledger(tmp_path)['people']['counts'] == {'milestones after the evaluation time': 1}
+
+
+def test_a_milestone_of_a_later_event_is_not_known_before_it(tmp_path):
+    src = events(visits(began=[5, 6, None]), lifelong=['began'])
+    PRAGMADataset(None, [src], 'id', tmp_path/'one', progress=False).write_kv(15, 1)
+    assert values(tmp_path/'one') == [(1, 'began'), (1, 'x'), (1, '1.5')] # of the event at 10, not of that at 20
+    assert ledger(tmp_path/'one')['visits']['counts'] == {'milestones after the evaluation time': 1}
+    PRAGMADataset(None, [src], 'id', tmp_path/'all', progress=False).write_kv(15, 1, after_eval='keep')
+    assert [v for _, v in values(tmp_path/'all')].count('began') == 2
+
+
+def test_points_of_unknown_entities_are_counted(tmp_path):
+    points = pl.DataFrame(dict(id=[1, 8, 9], t=[100, 100, 100]))
+    PRAGMADataset(profile(), [events()], 'id', tmp_path, progress=False).write_kv(points, 2)
+    assert ledger(tmp_path)['evaluation points'] == dict(read=3, kept=1, dropped={'entity without rows': 2}, counts={})
+
+
+def test_the_order_of_points_does_not_matter(tmp_path):
+    points = pl.DataFrame(dict(id=[1, 2, 1], t=[100, 100, 15]))
+    for p in points, points[::-1]: PRAGMADataset(profile(), [events()], 'id', tmp_path, progress=False).write_kv(p, 2) # the second finds all done
+    with pytest.raises(ValueError, match='has ids of type Float64'): PRAGMADataset(profile(), [events()], 'id', tmp_path, progress=False).write_kv(points.cast({'id': pl.Float64}), 2)
 
 
 # ---------------------------------------------------------------- folders with something in them
@@ -377,3 +512,99 @@ def test_a_source_without_fields_gives_no_tokens(tmp_path):
     plain = DataSource(pl.DataFrame(dict(id=[1], t=[1])), time_col='t', entity_col='id', name='plain')
     PRAGMADataset(events=plain, entity_col='id', out_path=tmp_path/'out', progress=False).write_kv(n_shards=1)
     assert _values(tmp_path/'out') == []
+
+
+TAPS = [1704067200.4, 1704067201., 1704067202.7, 1704067202.700001]
+def _stamp(x): return dt.datetime(2024, 1, 1) + dt.timedelta(microseconds=round((x - 1704067200) * 1e6))
+WRITTEN = { # the same instants, as events and as evaluation points
+    'float': pl.Series(TAPS), 'us': pl.Series([_stamp(x) for x in TAPS], dtype=pl.Datetime('us')), 'ns': pl.Series([_stamp(x) for x in TAPS], dtype=pl.Datetime('ns')) + dt.timedelta(microseconds=0),
+    'zoned': pl.Series([_stamp(x) for x in TAPS], dtype=pl.Datetime('us')).dt.replace_time_zone('UTC').dt.convert_time_zone('Asia/Tokyo'),
+    'text': pl.Series([_stamp(x).isoformat() + 'Z' for x in TAPS]), 'nano text': pl.Series([f'{_stamp(x).isoformat(timespec="microseconds")}000Z' for x in TAPS])}
+
+
+def _seen(folder): return [''.join(r['value']) for r in pl.read_parquet(folder/'shard_0.parquet').group_by('record_idx', maintain_order=True).agg('value').to_dicts()]
+
+
+@pytest.mark.parametrize('points', WRITTEN)
+@pytest.mark.parametrize('events', WRITTEN)
+def test_an_event_is_seen_at_its_own_instant(events, points, tmp_path):
+    "Also where several lie in one second, whatever the two columns are written as"
+    when, at = WRITTEN[events], WRITTEN[points]
+    if 'float' in (events, points): when, at = when[:3], at[:3] # the last differs from the one before by less than floats tell reliably
+    source = DataSource(pl.DataFrame(dict(id=[1] * len(when), t=when, a=list('abcd')[:len(when)])), cats='a', time_col='t', entity_col='id', name='taps')
+    PRAGMADataset(events=source, entity_col='id', out_path=tmp_path, progress=False).write_kv(pl.DataFrame(dict(id=[1] * len(at), w=at)), n_shards=1)
+    assert _seen(tmp_path) == ['a', 'ab', 'abc', 'abcd'][:len(at)]
+    assert pl.read_parquet(tmp_path/'shard_0.parquet')['eval_time'].unique().sort().to_list() == [1704067200, 1704067201, 1704067202]
+    assert len(open_store(tmp_path).manifest.ledger['evaluation points']['dropped']) == 0
+
+
+def test_nanoseconds_are_told_apart(tmp_path):
+    when = pl.Series([0, 1, 2]).cast(pl.Datetime('ns'))
+    source = DataSource(pl.DataFrame(dict(id=[1] * 3, t=when, a=list('abc'))), cats='a', time_col='t', entity_col='id', name='taps')
+    PRAGMADataset(events=source, entity_col='id', out_path=tmp_path, progress=False).write_kv(pl.DataFrame(dict(id=[1] * 3, w=when[::-1])), n_shards=1)
+    assert _seen(tmp_path) == ['a', 'ab', 'abc']
+
+
+@pytest.mark.parametrize('eval_time', [1704067200.5, '2024-01-01T00:00:00.5Z', '2024-01-01 00:00:00.500', dt.datetime(2024, 1, 1, 0, 0, 0, 500_000), dt.datetime(2024, 1, 1, 1, 0, 0, 500_000, tzinfo=dt.timezone(dt.timedelta(hours=1)))])
+@pytest.mark.parametrize('written', ['float', 'us', 'ns', 'text'])
+def test_one_evaluation_time_cuts_to_the_instant(eval_time, written, tmp_path):
+    people = DataSource(pl.DataFrame(dict(id=[1], joined=['2024-01-01T00:00:00.5Z'], left=['2024-01-01T00:00:00.6Z'])), lifelong=['joined', 'left'], entity_col='id', is_profile=True, name='people')
+    source = DataSource(pl.DataFrame(dict(id=[1] * 4, t=WRITTEN[written], a=list('abcd'))), cats='a', time_col='t', entity_col='id', name='taps')
+    PRAGMADataset(people, source, entity_col='id', out_path=tmp_path, progress=False).write_kv(eval_time, n_shards=1)
+    assert _values(tmp_path) == ['joined', 'a']
+    assert open_store(tmp_path).manifest.ledger['taps']['dropped'] == {'after the evaluation time': 3}
+
+
+def test_evaluation_times_within_a_second_are_different_runs(tmp_path):
+    job = lambda: PRAGMADataset(events=_visits(), entity_col='id', out_path=tmp_path, progress=False)
+    job().write_kv('2024-01-01T00:00:00.5', n_shards=1)
+    before = (tmp_path/'shard_0.parquet').stat().st_mtime_ns
+    job().write_kv(1704067200.5, n_shards=1)
+    assert (tmp_path/'shard_0.parquet').stat().st_mtime_ns == before
+    with pytest.raises(StoreError, match='another config .eval_time.'): job().write_kv('2024-01-01', n_shards=1)
+
+
+def test_times_of_all_ages_are_cut_rightly(tmp_path):
+    "Nanoseconds, microseconds and seconds side by side, also where nanoseconds do not reach"
+    years = [1500, 1650, 1900, 2200, 2240, 2500, 9000]
+    when = pl.Series([dt.datetime(y, 6, 1) for y in years], dtype=pl.Datetime('us'))
+    ids = [1] * len(years)
+    source = DataSource(pl.DataFrame(dict(id=ids, t=when, a=list('abcdefg'))), cats='a', time_col='t', entity_col='id', name='old')
+    PRAGMADataset(events=source, entity_col='id', out_path=tmp_path/'points', progress=False).write_kv(pl.DataFrame(dict(id=ids, t=when)), n_shards=1)
+    assert _seen(tmp_path/'points') == ['abcdefg'[:i+1] for i in range(7)]
+    for i, y in enumerate(years):
+        PRAGMADataset(events=source, entity_col='id', out_path=tmp_path/str(y), progress=False).write_kv(f'{y}-05-31T23:59:59.999999', n_shards=1)
+        assert ''.join(_values(tmp_path/str(y))) == 'abcdefg'[:i]
+
+
+def test_points_that_give_no_record_are_no_records(tmp_path):
+    "The ledger keeps as many points as there are records"
+    points = pl.DataFrame(dict(id=[1, 1, 1, 9], t=['2023-12-31', '2024-01-01', '2025-01-01', '2025-01-01']))
+    PRAGMADataset(events=_visits(), entity_col='id', out_path=tmp_path, progress=False).write_kv(points, n_shards=2)
+    manifest = open_store(tmp_path).manifest
+    assert manifest.ledger['evaluation points'] == dict(read=4, kept=2, dropped={'entity without rows': 1, 'no events before it': 1}, counts={})
+    assert manifest.facts['records'] == 2 == len(PRAGMADataLoader(tmp_path, entity_col='id', max_tokens=100, shuffle=False).recs)
+
+
+def test_nothing_before_the_evaluation_time_is_said(tmp_path):
+    with pytest.warns(UserWarning, match="source 'visits': all 3 rows lie after the evaluation time"):
+        PRAGMADataset(events=_visits(), entity_col='id', out_path=tmp_path, progress=False).write_kv('2020-01-01', n_shards=1)
+    assert _values(tmp_path) == []
+
+
+def test_json_lines_with_a_byte_order_mark(tmp_path):
+    "As Windows writes them; they are read like those without, and like a marked CSV file"
+    import gzip
+    rows = [dict(id=1, page='é', at=10), dict(id=2, page='x', at=20), dict(id=2, page='[y]', at=30)]
+    text = ''.join(json.dumps(r, ensure_ascii=False) + '\r\n' for r in rows)
+    (tmp_path/'plain.jsonl').write_bytes(text.encode())
+    (tmp_path/'marked.jsonl').write_bytes(text.encode('utf-8-sig'))
+    (tmp_path/'packed.jsonl.gz').write_bytes(gzip.compress(text.encode('utf-8-sig')))
+    (tmp_path/'marked.csv').write_bytes(('id,page,at\r\n' + ''.join('{id},{page},{at}\r\n'.format(**r) for r in rows)).encode('utf-8-sig'))
+    for name in 'plain.jsonl', 'marked.jsonl', 'packed.jsonl.gz', 'marked.csv':
+        source = file_source(tmp_path/name, name='visits')
+        assert source.df.collect().select('id', 'page', 'at').rows() == [(1, 'é', 10), (2, 'x', 20), (2, '[y]', 30)] and source.head(1)['id'].to_list() == [1]
+        PRAGMADataset(events=source, entity_col='id', out_path=tmp_path/f'{name}.out', progress=False).write_kv(n_shards=1)
+        assert _values(tmp_path/f'{name}.out') == ['é', 'x', '[y]']
+    a_file(tmp_path, 'nested.jsonl', '\ufeff{"id":1,"page":"x","at":1}\n{"id":1,"page":{"a":1},"at":2}\n')
+    with pytest.raises(ValueError, match='row 2.*is an object'): list(file_source(tmp_path/'nested.jsonl').chunks())

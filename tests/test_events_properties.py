@@ -1,6 +1,6 @@
 """Random tables: the package against the plain-Python oracle, the ledger, decoding, and equal bytes for every layout of the same input."""
 import json, math, os, random, subprocess, sys
-from datetime import date, datetime, timedelta
+from datetime import date, datetime, timedelta, timezone
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 import oracle
 from events_tables import make_frames, run_job, write_files
-from fastseqprep.hashing import shard_of
+from fastseqprep.hashing import shard_of, split_position
 from fastseqprep.source import DataSource
 from fastseqprep.tokenizer import Tokenizer
 from fastseqprep.events import PRAGMADataset
@@ -27,23 +27,33 @@ NUMERALS = ['1', '2.5', '-7', '1e3', 'abc', ' 2', '', '.5', 'nan', 'inf', '1_0',
 IDS = {pl.Int64: [3, 1, -7, 10, 2**40], pl.String: ['b', 'a', 'B', 'é', '10', '9']}
 COLUMNS = { # name: (polars type, cells, role)
     'word': (pl.String, WORDS, 'cats'), 'int': (pl.Int64, range(-3, 4), 'cats'), 'flag': (pl.Boolean, [True, False], 'cats'),
-    'day': (pl.Date, [date(1960, 1, 1), date(2020, 2, 29), date(1970, 1, 1)], 'cats'),
+    'day': (pl.Date, [date(1960, 1, 1), date(2020, 2, 29), date(1970, 1, 1)], 'cats'), 'score': (pl.Float64, [1., 2.5, math.nan, math.inf, -math.inf], 'cats'),
     'stamp': (pl.Datetime('us'), [datetime(2020, 1, 1), datetime(2020, 1, 1, 1, 2, 3, 456), datetime(1969, 12, 31, 23, 59, 59)], 'cats'),
     'amount': (pl.Float64, NUMBERS, 'conts'), 'count': (pl.Int64, range(-4, 20), 'conts'), 'numeral': (pl.String, NUMERALS, 'conts'), 'on': (pl.Boolean, [True, False], 'conts'),
     'net': (pl.Float64, NUMBERS, 'signed'), 'delta': (pl.Int64, range(-2, 3), 'signed'), 'note': (pl.String, TEXTS, 'texts'), 'memo': (pl.String, TEXTS, 'texts')}
-MILESTONES = {'born': (pl.Date, [date(1970, 1, 1) + timedelta(days=d) for d in (-400, -1, 0, 1)]),
-              'joined': (pl.Datetime('us'), [oracle.EPOCH + timedelta(seconds=s) for s in (-1, -.5, 0, .5, 3, 9, 10, 11, 90)]),
-              'left': (pl.Datetime('us'), [oracle.EPOCH + timedelta(seconds=s) for s in (-7, 0, 2, 3, 10, 12)])}
-INSTANTS = [(pl.Int64, range(-9, 14)), (pl.Datetime('us'), [oracle.EPOCH + timedelta(seconds=s/4) for s in range(-9, 50)]), (pl.Float64, [s/4 for s in range(-9, 50)]),
-            (pl.Date, [date(1970, 1, 1) + timedelta(days=d) for d in range(-2, 2)]), (pl.String, [str(s) for s in range(-9, 14)])]
+AUTUMN = datetime(2021, 10, 30, 23) # in the night that follows, clocks are put back in Warsaw; a week later in New York
+NIGHT = [AUTUMN + timedelta(seconds=1800 * k + f) for k in range(-4, 14) for f in (0, .25)] + [datetime(2021, 11, 7, 0, 30) + timedelta(minutes=30 * k) for k in range(6)]
+BASE = int((AUTUMN - oracle.EPOCH).total_seconds())
+AGES = { # times and milestones of two ages: around 1970, where seconds are few, and around an autumn night in which an hour comes twice
+    '1970': dict(eval_times=[100, 10, 3, -1], zones=['UTC'],
+        instants=[(pl.Int64, range(-9, 14)), (pl.Datetime('us'), [oracle.EPOCH + timedelta(seconds=s/4) for s in range(-9, 50)]), (pl.Float64, [s/4 for s in range(-9, 50)]),
+                  (pl.Date, [date(1970, 1, 1) + timedelta(days=d) for d in range(-2, 2)]), (pl.String, [str(s) for s in range(-9, 14)])],
+        milestones={'born': (pl.Date, [date(1970, 1, 1) + timedelta(days=d) for d in (-400, -1, 0, 1)]),
+                    'joined': (pl.Datetime('us'), [oracle.EPOCH + timedelta(seconds=s) for s in (-1, -.5, 0, .5, 3, 9, 10, 10.5, 11, 90)]),
+                    'left': (pl.Datetime('us'), [oracle.EPOCH + timedelta(seconds=s) for s in (-7, 0, 2, 3, 10, 12)])}),
+    'autumn': dict(eval_times=[BASE + 10**6, BASE + 4000, BASE, BASE - 9000], zones=['UTC', 'Europe/Warsaw', 'America/New_York', 'Asia/Kathmandu'],
+        instants=[(pl.Datetime('us'), NIGHT), (pl.Datetime('ms'), NIGHT), (pl.Datetime('us', 'Europe/Warsaw'), [t.replace(tzinfo=timezone.utc) for t in NIGHT]),
+                  (pl.Int64, [BASE + 1000 * k for k in range(-9, 20)]), (pl.Date, [date(2021, 10, 30) + timedelta(days=d) for d in range(3)])],
+        milestones={'joined': (pl.Datetime('us'), NIGHT), 'born': (pl.Date, [date(2021, 10, 30), date(2021, 10, 31), date(1980, 1, 1)])})}
 sometimes = lambda draw, yes=1, no=1: draw(st.sampled_from([False] * no + [True] * yes)) # simplest first
 
 
 @st.composite
 def tables(draw):
-    "(profile, events, fit, write, load): `(frame, roles)` for each source, and arguments. Hypothesis draws the layout, a seeded generator fills the cells"
+    "(profiles, events, fit, write, load, fit_on, seed): `(frame, roles)` for each source, and arguments. Hypothesis draws the layout, a seeded generator fills the cells"
     rng, id_type = random.Random(draw(st.integers(0, 2**32))), draw(st.sampled_from(list(IDS)))
-    def columns(k): return draw(st.lists(st.sampled_from(list(COLUMNS)), min_size=1, max_size=k, unique=True))
+    age, some = AGES[draw(st.sampled_from(list(AGES)))], lambda yes=1, no=1: sometimes(draw, yes, no)
+    def columns(k, least=1): return draw(st.lists(st.sampled_from(list(COLUMNS)), min_size=least, max_size=k, unique=True))
     def frame(owners, cols, more):
         data, p_null = {'id': owners}, rng.choice([0, .2, 1 if len(owners) == 1 else .6])
         for c, (_, cells) in ({c: COLUMNS[c][:2] for c in cols} | more).items():
@@ -53,37 +63,73 @@ def tables(draw):
         r = {role: [c for c in cols if COLUMNS[c][2] == role] for role in ('cats', 'conts', 'texts')}
         signed = [c for c in cols if COLUMNS[c][2] == 'signed']
         return {**r, 'conts': r['conts'] + signed, 'signed_conts': signed, **kw}
-    prof, events, ids = None, [], IDS[id_type]
-    if sometimes(draw, 2):
-        owners, cols, life = rng.sample(ids, draw(st.integers(1, len(ids)))), columns(5), draw(st.lists(st.sampled_from(list(MILESTONES)), unique=True))
-        prof = frame(owners, cols, {c: MILESTONES[c] for c in life}), roles(cols, lifelong=life)
-    for _ in range(draw(st.integers(0 if prof else 1, 2))):
-        owners, cols, when = rng.choices(ids, k=draw(st.integers(1, 25))), columns(4), draw(st.sampled_from(INSTANTS))
-        df, policy = frame(owners, cols, {'when': when}), {}
-        if sometimes(draw): # some events have no time
-            df, policy = df.with_columns(pl.when(pl.Series([rng.random() > .3 for _ in owners])).then('when').alias('when')), dict(null_time='drop')
-        events.append((df, roles(cols, time_col='when', **policy)))
+    def clock(bad):
+        "Zone and policy of a source, and the milestones that it may have"
+        return (dict(time_zone=draw(st.sampled_from(age['zones'])), ambiguous=draw(st.sampled_from(['earliest', 'latest'])), **(dict(bad_time='null') if bad else {})),
+                age['milestones'] | ({'moved': (pl.String, [str(age['eval_times'][1] + k) for k in (-9, 0, 1)] + ['soon', ''])} if bad else {}))
+    profiles, events, ids = [], [], IDS[id_type]
+    for _ in range(draw(st.integers(0, 2))):
+        (rule, milestones), owners = clock(some()), rng.sample(ids, draw(st.integers(1, len(ids))))
+        life = draw(st.lists(st.sampled_from(list(milestones)), unique=True))
+        cols = columns(5, least=not life)
+        profiles.append((frame(owners, cols, {c: milestones[c] for c in life}), roles(cols, lifelong=life, **rule)))
+    for _ in range(draw(st.integers(0 if profiles else 1, 3))):
+        bad = some()
+        (rule, milestones), owners, when = clock(bad), rng.choices(ids, k=draw(st.integers(1, 25))), draw(st.sampled_from(age['instants']))
+        life = draw(st.lists(st.sampled_from(list(milestones)), unique=True, max_size=1))
+        df, policy = frame(owners, cols := columns(4, least=not life), {'when': when} | {c: milestones[c] for c in life}), {}
+        if bad or some(): # some events have no time, or one that cannot be read
+            df = df.with_columns(pl.when(pl.Series([rng.random() > .3 for _ in owners])).then('when').alias('when'))
+            policy = dict(null_time=draw(st.sampled_from(['drop', 'profile'])))
+        if bad and when[0] == pl.String: df = df.with_columns(pl.when(pl.Series([rng.random() > .2 for _ in owners])).then('when').otherwise(pl.lit(rng.choice(['soon', '']))).alias('when'))
+        events.append((df, roles(cols, time_col='when', lifelong=life, **rule, **policy)))
     fit = dict(num_buckets=draw(st.sampled_from([2, 3, 10])), cardinality_threshold=draw(st.sampled_from([1, 3, 4, 5, 100])))
     limits = draw(st.fixed_dictionaries({}, optional=dict(max_profile_toks=st.integers(0, 4), max_lifelong_toks=st.integers(0, 2), max_events=st.integers(0, 4),
                                                           max_event_toks=st.integers(0, 4))))
-    return prof, events, fit, dict(eval_time=draw(st.sampled_from([100, 10, 3, -1])), n_shards=draw(st.integers(1, 3))), dict(max_tokens=draw(st.integers(1, 40)), **limits)
+    points = draw(st.lists(st.tuples(st.sampled_from(ids), st.sampled_from(age['eval_times'] + [age['eval_times'][2] + f for f in (7, .25, .5)])), min_size=1, max_size=8, unique=True)) if some() else None
+    never = draw(st.booleans()) and not any(r['lifelong'] for _, r in profiles + events)
+    write = dict(eval_time=None if never else draw(st.sampled_from(age['eval_times'] + [age['eval_times'][1] - .5])), points=points, n_shards=draw(st.integers(1, 3)), after_eval=draw(st.sampled_from(['drop', 'drop', 'keep'])))
+    return profiles, events, fit, write, dict(max_tokens=draw(st.integers(1, 40)), **limits), draw(st.sampled_from(['all', 'train', 'ids'])), draw(st.integers(0, 50))
 
 
-def package_run(prof, events, fit, write, out):
+def make_sources(profiles, events):
+    "The sources for the package"
+    return ([DataSource(df, entity_col='id', is_profile=True, name=f'profile{i}', **roles) for i, (df, roles) in enumerate(profiles)],
+            [DataSource(df, entity_col='id', name=f'events{i}', **roles) for i, (df, roles) in enumerate(events)])
+
+
+def package_run(profiles, events, fit, write, out, **who):
     "Fit and write with the package: (tokenizer, sources)"
-    p = DataSource(prof[0], entity_col='id', is_profile=True, name='profile', **prof[1]) if prof else None
-    es = [DataSource(df, entity_col='id', name=f'events{i}', **roles) for i, (df, roles) in enumerate(events)]
-    ds = PRAGMADataset(p, es, 'id', out, progress=False)
-    tok = ds.fit_tokenizer(**fit)
-    ds.write_kv(**write)
-    return tok, ([p] if p else []) + es
+    ps, es = make_sources(profiles, events)
+    ds = PRAGMADataset(ps, es, 'id', out, progress=False)
+    tok = ds.fit_tokenizer(**fit, **who)
+    points = write['points'] and pl.DataFrame(write['points'], schema={'id': (profiles + events)[0][0]['id'].dtype, 't': pl.Float64}, orient='row')
+    ds.write_kv(points if points is not None else write['eval_time'], write['n_shards'], after_eval=write['after_eval'])
+    return tok, ps + es
 
 
-def oracle_run(prof, events, fit, write, **kw):
-    p = oracle.Source(prof[0].to_dicts(), name='profile', **prof[1]) if prof else None
-    es = [oracle.Source(df.to_dicts(), name=f'events{i}', **{k: v for k, v in roles.items() if k != 'null_time'}) for i, (df, roles) in enumerate(events)]
-    f = oracle.Fit(([p] if p else []) + es, **fit)
-    return f, *oracle.token_rows(f, p, es, 'id', write['eval_time'], **kw)
+def oracle_sources(profiles, events):
+    return ([oracle.Source(df.to_dicts(), name=f'profile{i}', **roles) for i, (df, roles) in enumerate(profiles)],
+            [oracle.Source(df.to_dicts(), name=f'events{i}', **roles) for i, (df, roles) in enumerate(events)])
+
+
+def oracle_run(profiles, events, fit, write, only=None):
+    ps, es = oracle_sources(profiles, events)
+    f = oracle.Fit(ps + es, **fit, entity_col='id', only=only)
+    return f, *oracle.token_rows(f, ps, es, 'id', write['eval_time'], write['after_eval'], write['points'])
+
+
+def training(profiles, events, fit_on, seed):
+    "Whom to fit on: arguments of `fit_tokenizer`, and the ids. Everybody where nobody else would be left"
+    ps, es = oracle_sources(profiles, events)
+    there = sorted({r['id'] for src in ps + es for r in src.rows if src.part(r) in ('profile', 'event', 'static')})
+    if fit_on == 'train' and there:
+        only = {e for e, at in zip(there, split_position(there, seed)) if at >= .5}
+        if only: return dict(fit_on='train', valid_pct=.5, seed=seed), only
+    if fit_on == 'ids' and there:
+        only = random.Random(seed).sample(there, 1 + seed % len(there))
+        return dict(fit_on=only + only[:1]), set(only)
+    return {}, None
 
 
 def shard_rows(out):
@@ -102,13 +148,15 @@ def near(got, want, rel):
 @given(tables())
 def test_the_job_equals_the_oracle(t):
     "Vocabulary, rows and batches; every row in is a row out or in the ledger; tokens decode to the values they came from"
-    prof, events, fit, write, load = t
-    f, want, counts = oracle_run(prof, events, fit, write)
+    profiles, events, fit, write, load, fit_on, seed = t
+    who, only = training(profiles, events, fit_on, seed)
+    f, want, counts = oracle_run(profiles, events, fit, write, only)
     with TemporaryDirectory() as out:
-        tok, sources = package_run(prof, events, fit, write, out)
+        tok, sources = package_run(profiles, events, fit, write, out, **who)
         got = shard_rows(out)
         check_vocabulary(tok, f)
-        assert Tokenizer(**fit).fit(sources).hash == tok.hash == Tokenizer.load(out).hash
+        assert tok.hash == Tokenizer.load(out).hash
+        if only is None: assert Tokenizer(**fit).fit(sources).hash == tok.hash
         check_rows(got, want, write['n_shards'])
         check_ledger(json.loads((Path(out)/'manifest.json').read_text()), counts)
         check_decoding(Tokenizer.load(out), got)
@@ -125,20 +173,25 @@ def check_rows(got, want, n_shards):
     "The same rows, each in the shard of its entity, in order"
     homes = shard_of([r['id'] for r in got], n_shards) if got else []
     assert [r['shard_id'] for r in got] == list(homes)
-    order = [(r['shard_id'], r['id'], r['source_idx'], r['event_idx'], r['key'], r['val_pos']) for r in got]
+    order = [(r['shard_id'], r['id'], r.get('record_idx'), r['source_idx'], r['event_idx'], r['key']) for r in got] # the oracle knows the order of equal keys
     assert order == sorted(order)
     got = sorted(({k: v for k, v in r.items() if k != 'shard_id'} for r in got), key=lambda r: r['id'])
     assert len(got) == len(want)
     for g, w in zip(got, want): assert near(g, w, 1e-9), f'{g}\n{w}'
 
 
+COUNTS = {'lifelong after eval_time': 'milestones after the evaluation time', 'unreadable milestones': 'unreadable milestones'}
+
+
 def check_ledger(manifest, counts):
-    "Rows read = rows kept + rows dropped, source by source, as many as the oracle counts"
+    "Rows read = rows kept + rows dropped, source by source and reason by reason, as many as the oracle counts"
+    assert set(manifest['ledger']) == set(counts)
     for name, c in counts.items():
         entry = manifest['ledger'][name]
         assert entry['read'] == c['read'] == entry['kept'] + sum(entry['dropped'].values())
         assert entry['kept'] == c['kept']
-        assert sum(entry['counts'].values()) == c['lifelong after eval_time']
+        assert entry['dropped'] == {k: n for k, n in c.items() if n and k not in ('read', 'kept', *COUNTS)}, name
+        assert entry['counts'] == {COUNTS[k]: c[k] for k in COUNTS if c[k]}
 
 
 def check_decoding(tok, rows):
@@ -149,7 +202,7 @@ def check_decoding(tok, rows):
         fields[-1][1].append(r['val_id'])
     for r, ids in fields:
         assert tok.key_name(r['key_id']) == r['key']
-        if ids == [2] or ids == [tok.bpe_offset]: continue
+        if ids == [2] or tok.bpe_offset in ids: continue # a value, or a byte of a text, that was never seen
         if r['vtype'] == 'num': check_bucket(tok, r, ids[0])
         else: assert tok.decode(r['key_id'], ids) == r['value'], (r, ids)
 

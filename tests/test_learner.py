@@ -1,25 +1,31 @@
 "fastai over packed batches: nobody on both sides, the same questions each time, and a model that learns."
-import json, math, pickle, subprocess, sys, warnings
+import contextlib, io, json, math, os, pickle, random, signal, subprocess, sys, warnings
 from functools import partial
 
-import polars as pl, pytest
+import numpy as np, polars as pl, pytest
 
 torch = pytest.importorskip('torch')
 pytest.importorskip('fastai')
 warnings.filterwarnings('ignore', category=FutureWarning)
+from fastai.callback.core import Callback
 from fastai.callback.progress import CSVLogger
 from fastai.callback.schedule import *
 from fastai.callback.tracker import EarlyStoppingCallback, SaveModelCallback
 from fastai.callback.training import GradientAccumulation, GradientClip
+from fastai.data.core import DataLoaders
 from fastai.learner import Learner, load_learner
 from fastai.metrics import accuracy
+from fastai.optimizer import OptimWrapper, ranger
 from fastai.torch_core import set_seed
 from torch import nn
+from torch.nn import functional as F
 
 from conftest import root
 from fastseqprep.dataloader import PRAGMADataLoader
 from fastseqprep.events import PRAGMADataset
 from fastseqprep.hashing import split_position
+from fastseqprep.batch import Batch
+from fastseqprep.checkpoints import Ahead, ResumeCallback, from_plain, to_plain
 from fastseqprep.learner import MaskedValueLoss, PackedDL, join_answers, pragma_dls, split_answers
 from fastseqprep.sample import movielens_sample, movielens_sources
 from fastseqprep.source import DataSource
@@ -109,6 +115,40 @@ def test_all_records_of_an_entity_are_on_one_side(sources, tmp_path):
     dls = dls_of(path)
     assert len(dls.train_ds)+len(dls.valid_ds) > 300
     assert not set(dls.train_ds.uids) & set(dls.valid_ds.uids)
+
+
+@pytest.mark.parametrize('text', [False, True])
+def test_entities_that_are_given_by_id(sources, tmp_path, text):
+    "Who the tokenizer was fitted on is trained on, all others are validated on"
+    if text:
+        df = pl.DataFrame(dict(who=[f'u{i%40}' for i in range(400)], what=[f'v{i*7%11}' for i in range(400)], at=list(range(400))))
+        sources, col, everyone, ids = (None, DataSource.from_df(df, cats='what', time_col='at', entity_col='who', name='acts')), 'who', {f'u{i}' for i in range(40)}, [f'u{i}' for i in range(0, 40, 3)]
+    else: col, everyone, ids = 'user_id', set(range(1, 301)), list(range(1, 301, 2))
+    path = write(tmp_path/'s', sources, col, fit_on=ids)
+    dls = dls_of(path)
+    assert users(dls.train)==set(ids) and users(dls.valid)==everyone-set(ids)
+    assert set(dls_of(sorted(path.glob('shard_*.parquet'))).train_ds.uids)==set(ids)
+    for kw in dict(valid_pct=.2), dict(split_seed=0):
+        with pytest.raises(ValueError, match=f'its {len(ids)} training entities by id: leave out'): pragma_dls(path, **kw)
+    trained = dls.train.loader.recs
+    trained = np.flatnonzero(np.isin(np.array(trained.uid_list(range(len(trained)))), ids))
+    with pytest.raises(ValueError, match=f"for validation: .*The tokenizer's ids, {len(ids)} of them"): pragma_dls(path, records=trained)
+    (path/'tokenizer.train_ids.parquet').unlink()
+    with pytest.raises(ValueError, match='tokenizer.train_ids.parquet'): pragma_dls(path)
+
+
+def test_models_get_a_batch(shards):
+    kinds = set()
+    class Looks(KeyModel):
+        def forward(self, b):
+            kinds.add((type(b), b.max_seqlen('record')>0))
+            return super().forward(b)
+    for kw in {}, dict(num_workers=2, timeout=WAIT):
+        dls = dls_of(shards, max_tokens=4000, **kw)
+        learn = Learner(dls, Looks(dls.tok))
+        quietly(learn, lambda o: (o.fit(1, .1), o.get_preds(), o.validate()))
+        assert {type(x) for dl in dls for x in (dl.one_batch()[0], pickle.loads(pickle.dumps(dl.one_batch()))[0])}=={Batch}
+    assert kinds=={(Batch, True)}
 
 
 def test_text_ids(tmp_path):
@@ -268,6 +308,252 @@ def test_results_show_guesses_and_answers(shards):
 def test_only_what_is_needed_of_fastai_is_loaded():
     code = "import sys, warnings; warnings.simplefilter('ignore'); import fastseqprep.learner; print([o for o in ('spacy','torchvision','fastai.text.core','fastai.vision.core','fastai.learner') if o in sys.modules])"
     assert subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True, cwd=root).stdout.strip()=='[]'
+
+
+# ---------------------------------------------------------------- going on
+
+class Watch(Callback):
+    "Keeps each loss and draw as it is"
+    def before_fit(self): self.seen = []
+    def after_batch(self): self.seen.append((self.training, self.epoch, self.iter, self.loss.item(), random.random(), np.random.rand()))
+
+class Stop(Callback):
+    "Breaks off at an event of some batch, as an error would"
+    order = -5
+    def __init__(self, event, epoch, batch=None): self.event,self.at = event,(epoch, batch)
+    def __call__(self, event):
+        if event==self.event and self.epoch==self.at[0] and self.at[1] in (None, self.iter) and (self.training or event not in ('after_pred','after_loss','before_batch','after_batch')): raise KeyboardInterrupt
+
+class Noisy(nn.Module):
+    "Has dropout, batch statistics, and two groups of parameters, some of which are not used by every batch"
+    def __init__(self, tok):
+        super().__init__()
+        self.body,self.norm,self.head,self.often = nn.Embedding(tok.n_keys, 8),nn.BatchNorm1d(8),nn.Linear(8, tok.n_vals),nn.Parameter(torch.zeros(8))
+    def forward(self, b):
+        x = F.dropout(self.norm(self.body(b['event_tokens'][b['mlm_mask'],0])), .3, self.training)
+        return self.head(x + self.often if len(x)%2 else x)
+
+def some_dls(shards, **kw): return dls_of(shards, **{'max_tokens':1000, 'seed':3, 'records':np.arange(100), **kw})
+
+def noisy(shards, folder, n=0, **kw):
+    set_seed(7)
+    dls = some_dls(shards, num_workers=n, timeout=WAIT if n else 0)
+    return Learner(dls, Noisy(dls.tok), path=folder, metrics=accuracy, splitter=lambda m: [[*m.body.parameters(), *m.norm.parameters()], [*m.head.parameters(), m.often]], **kw)
+
+one_cycle = lambda o, *cbs: o.fit_one_cycle(3, slice(.01, .05), cbs=[Watch(), *cbs])
+flat = lambda o, *cbs: o.fit(3, .02, wd=.1, cbs=[Watch(), *cbs])
+flat_cos = lambda o, *cbs: o.fit_flat_cos(3, .02, cbs=[GradientAccumulation(700), GradientClip(.5), Watch(), *cbs])
+
+def run(learn, fit, *cbs):
+    "All that training leaves behind"
+    found = []
+    class Find(Callback):
+        order = 900
+        def after_fit(self): found.append(self.watch.seen)
+    quietly(learn, lambda o: fit(o, Find(), *cbs))
+    r = learn.recorder
+    return dict(seen=found[-1], losses=torch.stack(r.losses).tolist(), lrs=[float(v) for v in r.lrs], iters=list(r.iters), values=[[None if v is None else float(v) for v in o] for o in r.values],
+                hps={k:[float(v) for v in vs] for k,vs in getattr(r, 'hps', {}).items()}, weights=[p.tolist() for p in learn.model.state_dict().values()], epoch=learn.epoch, n_epoch=learn.n_epoch, train_iter=learn.train_iter)
+
+@pytest.fixture(scope='module')
+def whole_runs(shards, tmp_path_factory):
+    "Runs that nothing interrupts, each once"
+    runs = {}
+    def get(fit, **kw):
+        if fit not in runs: runs[fit] = run(noisy(shards, tmp_path_factory.mktemp('whole'), **kw), fit)
+        return runs[fit]
+    return get
+
+def n_batches(shards, epoch=0): return len(some_dls(shards).train.loader.steps(epoch))
+def is_same(got, want):
+    for k in want: assert got[k]==want[k], k
+
+def interrupted(shards, folder, fit, stop, n=0, every=1, **kw):
+    with pytest.raises(KeyboardInterrupt): run(noisy(shards, folder, n, **kw), fit, ResumeCallback(every=every), stop)
+    return run(noisy(shards, folder, n, **kw), fit, ResumeCallback(every=every))
+
+
+WHERE = dict(first=('after_batch', 0, 0), second=('before_batch', 0, 1), middle=('after_pred', 1, 5), last=('after_step', 1, -1), after_last=('after_train', 1, None),
+             validation=('before_validate', 0, None), within_validation=('after_validate', 2, None), border=('before_epoch', 1, None), start=('before_train', 2, None), end=('after_epoch', 2, None))
+
+@pytest.mark.parametrize('where', WHERE)
+def test_going_on_is_as_if_nothing_had_happened(shards, whole_runs, tmp_path, where):
+    event, epoch, batch = WHERE[where]
+    if batch==-1: batch = n_batches(shards)-1
+    is_same(interrupted(shards, tmp_path, one_cycle, Stop(event, epoch, batch)), whole_runs(one_cycle))
+
+
+@pytest.mark.parametrize('fit', [flat, flat_cos])
+@pytest.mark.parametrize('where', ['middle', 'last', 'validation', 'border'])
+def test_going_on_with_other_ways_to_fit(shards, whole_runs, tmp_path, fit, where):
+    event, epoch, batch = WHERE[where]
+    is_same(interrupted(shards, tmp_path, fit, Stop(event if batch is None else 'after_loss', epoch, n_batches(shards)-1 if batch==-1 else batch)), whole_runs(fit))
+
+
+@pytest.mark.parametrize('n,batch', [(2, 4), (2, 0), (2, -1)])
+def test_going_on_with_workers(shards, whole_runs, tmp_path, n, batch):
+    "The batches that workers had prepared are not lost; and losses are those without workers"
+    is_same(interrupted(shards, tmp_path, one_cycle, Stop('after_pred', 1, batch % n_batches(shards)), n), whole_runs(one_cycle))
+
+
+def test_some_batches_are_done_again(shards, whole_runs, tmp_path):
+    "Saved every third batch only; broken off twice"
+    with pytest.raises(KeyboardInterrupt): run(noisy(shards, tmp_path), one_cycle, ResumeCallback(every=3), Stop('after_pred', 0, 5))
+    with pytest.raises(KeyboardInterrupt): run(noisy(shards, tmp_path), one_cycle, ResumeCallback(every=3), Stop('after_pred', 2, 1))
+    is_same(run(noisy(shards, tmp_path), one_cycle, ResumeCallback()), whole_runs(one_cycle))
+    assert [o.name for o in (tmp_path/'models').iterdir()]==['resume.pth']
+
+
+@pytest.mark.parametrize('opt', ['adamw', 'lookahead'])
+def test_going_on_with_other_optimizers(shards, tmp_path, opt):
+    kw = dict(opt_func=partial(OptimWrapper, opt=torch.optim.AdamW) if opt=='adamw' else ranger)
+    want = run(noisy(shards, tmp_path, **kw), one_cycle)
+    is_same(interrupted(shards, tmp_path, one_cycle, Stop('after_pred', 1, 5), **kw), want)
+
+
+def test_other_callbacks_go_on_too(shards, tmp_path):
+    "How long early stopping has waited, the best so far, metrics of training"
+    class Worse(Callback):
+        def after_validate(self): self.recorder.loss.total += 1000*self.epoch
+    def fit(o, *cbs):
+        o.recorder.train_metrics = True
+        with contextlib.redirect_stdout(io.StringIO()): o.fit(6, .02, cbs=[Worse(), EarlyStoppingCallback(patience=3), SaveModelCallback(fname='best'), Watch(), *cbs])
+    (tmp_path/'a').mkdir(), (tmp_path/'b').mkdir()
+    want = run(noisy(shards, tmp_path/'a'), fit)
+    assert len(want['values'])==4 and len(want['values'][0])==4
+    is_same(interrupted(shards, tmp_path/'b', fit, Stop('after_pred', 2, 6)), want)
+
+
+def test_fine_tuning_is_two_trainings(shards, tmp_path):
+    fit = lambda o, *cbs: o.fine_tune(2, .02, freeze_epochs=1, cbs=[Watch(), *cbs])
+    want = run(noisy(shards, tmp_path), fit)
+    for epoch in 0, 1: # the first of them is in both
+        for o in (tmp_path/'models').glob('*'): o.unlink()
+        is_same(interrupted(shards, tmp_path, fit, Stop('after_pred', epoch, 5)), want)
+
+
+def test_what_is_done_stays_done(shards, whole_runs, tmp_path):
+    want = whole_runs(one_cycle)
+    run(noisy(shards, tmp_path), one_cycle, ResumeCallback())
+    got = run(noisy(shards, tmp_path), one_cycle, ResumeCallback(), Stop('before_train', 0))
+    for k in 'losses', 'values', 'weights', 'hps': assert got[k]==want[k], k
+    learn = noisy(shards, tmp_path)
+    run(learn, one_cycle, ResumeCallback())
+    quietly(learn, lambda o: (o.validate(), o.get_preds(), o.fit(1, .01))) # and nothing of it stays in the learner
+    assert not learn._grab_cbs(ResumeCallback) and not learn._grab_cbs(Ahead)
+
+
+def test_one_training_after_another(shards, tmp_path):
+    "The loader's epochs go on from fit to fit"
+    def fit(o, *cbs):
+        o.fit(1, .02, cbs=[Watch(), *(ResumeCallback('one') for c in cbs if isinstance(c, ResumeCallback))])
+        o.fit_one_cycle(2, .02, cbs=[Watch(), *cbs])
+    want = run(noisy(shards, tmp_path), fit)
+    is_same(interrupted(shards, tmp_path, fit, Stop('after_pred', 1, 3)), want)
+
+
+@pytest.mark.parametrize('sign', [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize('event', ['after_pred', 'before_step', 'before_batch', 'after_validate', 'after_epoch'])
+def test_a_signal_lets_the_batch_end(shards, whole_runs, tmp_path, sign, event):
+    if os.name=='nt' and sign==signal.SIGTERM: pytest.skip('ends the process on Windows')
+    class Signal(Callback):
+        sent = False
+        def __call__(self, name):
+            if name==event and not self.sent and (self.epoch, self.iter)==(1, n) : self.sent = True; signal.raise_signal(sign)
+    n = 5 if 'batch' in event or event in ('after_pred', 'before_step') else len(some_dls(shards).valid)-1
+    class Ended(BaseException): pass
+    def end(*_): raise Ended
+    old = {s:signal.signal(s, end) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with pytest.raises(Ended): run(noisy(shards, tmp_path), one_cycle, ResumeCallback(), Signal())
+        assert all(signal.getsignal(s) is end for s in old)
+    finally:
+        for s,f in old.items(): signal.signal(s, f)
+    state = torch.load(tmp_path/'models'/'resume.pth', weights_only=True)
+    assert state['place']==((1, 6) if n==5 else (1, n_batches(shards, 1)) if event=='after_validate' else state['place'])
+    is_same(run(noisy(shards, tmp_path), one_cycle, ResumeCallback()), whole_runs(one_cycle))
+
+
+def test_a_second_signal_does_not_wait(shards, tmp_path):
+    class Twice(Callback):
+        def after_pred(self):
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt): run(noisy(shards, tmp_path), one_cycle, ResumeCallback(), Twice())
+    assert not (tmp_path/'models'/'resume.pth').exists()
+
+
+KILLED = """
+import os, signal, sys, warnings
+warnings.simplefilter('ignore')
+sys.path.insert(0, 'tests')
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+import test_learner as t
+class Kill(t.Callback):
+    def after_pred(self):
+        if self.train_iter==int(sys.argv[4]) and self.training: os.kill(os.getpid(), signal.SIGKILL)
+got = t.run(t.noisy(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])), t.one_cycle, t.ResumeCallback(every=4), Kill())
+print(t.json.dumps(got))
+"""
+
+@pytest.mark.skipif(os.name=='nt', reason='needs SIGKILL')
+def test_killed_processes(shards, whole_runs, tmp_path):
+    go = lambda at: subprocess.run([sys.executable, '-c', KILLED, str(shards), str(tmp_path), '2', str(at)], capture_output=True, text=True, cwd=root, timeout=WAIT)
+    assert go(n_batches(shards)+7).returncode==-signal.SIGKILL
+    done = go(-1)
+    assert done.returncode==0, done.stderr
+    is_same(json.loads(done.stdout.splitlines()[-1]), json.loads(json.dumps(whole_runs(one_cycle))))
+
+
+def test_states_that_do_not_fit(shards, tmp_path):
+    with pytest.raises(KeyboardInterrupt): run(noisy(shards, tmp_path), one_cycle, ResumeCallback(every=1), Stop('after_pred', 1, 2))
+    again = lambda learn=None, fit=one_cycle: run(learn or noisy(shards, tmp_path), fit, ResumeCallback())
+    for fit in flat, lambda o, *cbs: o.fit_one_cycle(4, slice(.01, .05), cbs=[Watch(), *cbs]), lambda o, *cbs: o.fit_one_cycle(3, .05, cbs=[Watch(), *cbs]):
+        with pytest.raises(ValueError, match='call it as it was called'): again(fit=fit)
+    other = noisy(shards, tmp_path)
+    other.model.head = nn.Linear(8, 5)
+    with pytest.raises(ValueError, match='another model'): again(other)
+    for kw in dict(seed=4), dict(max_tokens=700), dict(valid_pct=.4):
+        dls = some_dls(shards, **kw)
+        learn = Learner(dls, Noisy(dls.tok), path=tmp_path, metrics=accuracy, splitter=noisy(shards, tmp_path).splitter)
+        with pytest.raises(ValueError, match='The state is of'): again(learn)
+    file = tmp_path/'models'/'resume.pth'
+    whole = file.read_bytes()
+    for bad in whole[:len(whole)//2], b'', b'\x80\x04junk':
+        file.write_bytes(bad)
+        with pytest.raises(ValueError, match='remove it to begin anew'): again()
+    class Evil:
+        def __reduce__(self): return (os.system, ('touch '+str(tmp_path/'ran'),))
+    torch.save(dict(a=Evil()), file)
+    with pytest.raises(ValueError, match='cannot be read'): again()
+    assert not (tmp_path/'ran').exists()
+    torch.save(dict(model={}), file)
+    with pytest.raises(ValueError, match='not a state of training'): again()
+    dls = DataLoaders(*(torch.utils.data.DataLoader([0, 1]) for _ in range(2)))
+    with pytest.raises(TypeError, match='pragma_dls'): Learner(dls, nn.Linear(1, 1), loss_func=F.mse_loss, path=tmp_path).fit(1, cbs=ResumeCallback())
+
+
+def test_a_whole_epoch_is_its_length_and_nothing_is_drawn(shards):
+    dl = dls_of(shards, max_tokens=1500).train
+    n, it = len(dl), iter(dl)
+    for _ in range(3): next(it)
+    other = dls_of(shards, max_tokens=1500, num_workers=2, timeout=WAIT).train
+    other.load_state_dict(dl.state_dict())
+    before = torch.get_rng_state()
+    assert len(other)==n and stream(other)==[(x['uids'], x['event_tokens'].tolist(), y.tolist()) for x,y in it]
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_long_histories_are_saved_quickly():
+    "Losses of 100,000 batches: one tensor, not as many"
+    import io, time
+    losses, start = [torch.tensor(float(i)) for i in range(100_000)], time.perf_counter()
+    f = io.BytesIO()
+    torch.save(to_plain(losses), f)
+    assert f.tell() < 1_000_000 and time.perf_counter()-start < 20
+    assert from_plain(torch.load(io.BytesIO(f.getvalue()), weights_only=True))==losses
 
 
 # ---------------------------------------------------------------- it learns

@@ -150,6 +150,13 @@ def test_records_are_known_by_their_ids():
     assert (got['event_labels'] != mask_batch(dict(b, uids=[f'{i}' for i in range(20)]), None)['event_labels']).any()
 
 
+@pytest.mark.parametrize('field', ['mlm_mask', 'event_labels'])
+def test_a_masked_batch_is_not_masked_again(field):
+    m = mask_batch(recorded(), None)
+    with pytest.raises(ValueError, match='masked already'): mask_batch(m, None)
+    with pytest.raises(ValueError, match=field): mask_batch(dict(recorded(), **{field: m[field]}), None)
+
+
 def test_no_global_generator_is_touched():
     random.seed(0), np.random.seed(0), torch.manual_seed(0)
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
@@ -168,3 +175,10 @@ def test_wrong_shares_are_refused():
         with pytest.raises(ValueError, match=next(iter(bad))): mask_batch(many(1), None, **bad)
     for seed in -1, 2**64, 1.5:
         with pytest.raises(ValueError, match='seed'): Masker(seed=seed)
+
+
+def test_shares_are_numbers():
+    for kw, words in [(dict(exact_share=True), 'exact_share=True'), (dict(exact_share='1'), "exact_share='1'"), (dict(p_tok=True, p_unk='x'), "p_tok=True, p_unk='x'"), (dict(p_key=None), 'p_key=None'),
+                      (dict(exact_share=float('nan')), 'exact_share=nan')]:
+        with pytest.raises(ValueError, match=words): Masker(**kw)
+    Masker(p_tok=1, p_key=np.float32(.5), exact_share=np.float64(.2))

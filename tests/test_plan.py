@@ -29,10 +29,11 @@ def test_orders_never_change_from_release_to_release():
 
 def test_plans_never_change_from_release_to_release():
     lens = permutation(500, 9) % 97 + 3
+    assert Plan(lens, 500, shuffle=True).lookahead == 256 and not any(Plan(lens, 500, **kw).lookahead for kw in (dict(shuffle=False), dict(shuffle='hash'), dict(shuffle=True, n_classes=2), dict(shuffle=True, batch_size=4)))
     keys = {name: Plan(lens, 500, shuffle=True, seed=3, epoch=2, **kw).key[:12] for name, kw in dict(
-        plain={}, ahead=dict(lookahead=16), classes=dict(n_classes=5), count=dict(batch_size=9), events=dict(n_events=lens//3, max_batch_events=70)).items()}
-    keys |= {how: Plan(lens, 500, shuffle=how, seed=3, epoch=2).key[:12] for how in ('block', 'hash')}
-    assert keys == {'plain': '30e3126cf185', 'ahead': '57c43cc6b53a', 'classes': '6fa89d18fbef', 'count': 'd5610d1925ec', 'events': '75c2739e133a', 'block': '30e3126cf185', 'hash': '15b3e31200e0'}
+        plain=dict(lookahead=0), ahead=dict(lookahead=16), usual={}, classes=dict(n_classes=5), count=dict(batch_size=9), events=dict(n_events=lens//3, max_batch_events=70)).items()}
+    keys |= {how: Plan(lens, 500, shuffle=how, seed=3, epoch=2, lookahead=0).key[:12] for how in ('block', 'hash')}
+    assert keys == {'plain': '30e3126cf185', 'ahead': '57c43cc6b53a', 'classes': '6fa89d18fbef', 'count': 'd5610d1925ec', 'events': '75c2739e133a', 'block': '30e3126cf185', 'usual': '3a5dc513ddee', 'hash': '15b3e31200e0'}
 
 
 def orders(n, seed, epoch):
@@ -62,7 +63,7 @@ def test_batches_are_filled_greedily():
         lengths = [rng.choice([0, 1, 2, 5, 9, 30]) for _ in range(rng.randint(0, 40))]
         budget = rng.randint(1, 25)
         assert [o.tolist() for o in Plan(lengths, budget)[:]] == greedy(lengths, budget)
-        shuffled = Plan(lengths, budget, shuffle=True, seed=3)
+        shuffled = Plan(lengths, budget, shuffle=True, seed=3, lookahead=0)
         order = shuffled.order.tolist()
         assert [o.tolist() for o in shuffled] == [[order[j] for j in b] for b in greedy([lengths[i] for i in order], budget)]
         assert len(shuffled) == len(list(shuffled)) and shuffled.n_tokens.sum() == sum(lengths)
@@ -99,12 +100,15 @@ def heavy_tailed(n=30_000): return np.minimum(5+np.random.default_rng(1).pareto(
 
 
 @pytest.mark.parametrize('lengths', [like_movielens, heavy_tailed])
-def test_lookahead_fills_and_stays_uniform(lengths):
+def test_batches_are_full_and_the_order_uniform(lengths):
+    "By the token budget, with nothing else said"
     lens = lengths()
     n = len(lens)
-    plans = [Plan(lens, shuffle=True, lookahead=256, epoch=e) for e in range(3)]
+    plans = [Plan(lens, shuffle=True, epoch=e) for e in range(3)]
     assert min(p.fill for p in plans) >= .995
-    plain = Plan(lens, shuffle=True)
+    assert all(Plan(lens, shuffle=how, seed=7).fill >= .995 for how in (True, 'block'))
+    plain = Plan(lens, shuffle=True, lookahead=0)
+    assert plain.fill < .98
     moved = np.argsort(plain.order)[plans[0].order] - np.arange(n)     # place before - place now
     assert moved.max() < 600 and abs(moved).mean() < 100
     for p in plans: assert np.mean(abs(np.diff(np.argsort(p.order)))) == pytest.approx(n/3, rel=.03)
@@ -113,9 +117,19 @@ def test_lookahead_fills_and_stays_uniform(lengths):
     assert all(abs(places[tenths == t].mean()-.5) < .03 for t in np.unique(tenths))
 
 
+def test_a_window_that_moves_changes_nothing(monkeypatch):
+    rng = np.random.default_rng(0)
+    for i in range(40):
+        lens = rng.integers(0, 60, rng.integers(0, 300))
+        whole = lookahead_starts(lens, 100, 30)
+        monkeypatch.setattr('fastseqprep.plan._piece', int(rng.integers(1, 200)))
+        for a, b in zip(whole, lookahead_starts(lens, 100, 30)): assert a.tolist() == b.tolist()
+        monkeypatch.undo()
+
+
 def test_classes_put_like_with_like_and_shuffle_batches():
     lens = like_movielens()
-    mixed, sorted_ = Plan(lens, shuffle=True), Plan(lens, shuffle=True, n_classes=20)
+    mixed, sorted_ = Plan(lens, shuffle=True, lookahead=0), Plan(lens, shuffle=True, n_classes=20)
     assert sorted_.pad_fraction < mixed.pad_fraction/2
     classes = [set(length_classes(lens, 20)[b]) for b in sorted_]
     assert sum(len(c) > 1 for c in classes) <= 20                      # where two classes meet
@@ -197,7 +211,7 @@ def test_mistakes_are_named_together():
     with pytest.raises(ValueError, match="positive max_tokens, but got max_tokens=0; seed is an integer .* seed=-1; shuffle is one of"): Plan([1], 0, seed=-1, shuffle='x')
     for bad, words in [(dict(lookahead=3, batch_size=2), 'lookahead fills a token budget'), (dict(max_batch_events=3, batch_size=2), 'goes with a token budget'),
                        (dict(max_batch_events=3), 'needs n_events'), (dict(n_classes=3, class_by='events', n_events=[1]), 'each of the 2 records'),
-                       (dict(shuffle='hash', n_classes=2), 'no order in memory'), (dict(oversize='cut'), "'cut'"), (dict(block=0), 'block=0'), (dict(n_classes=-1), 'not negative')]:
+                       (dict(shuffle='hash', n_classes=2), 'no order in memory'), (dict(oversize='drop'), "'drop'"), (dict(block=0), 'block=0'), (dict(n_classes=-1), 'not negative')]:
         with pytest.raises(ValueError, match=words): Plan([1, 2], **bad)
     with pytest.raises(IndexError, match='Batch 9 of a plan of 1'): Plan([1, 2])[9]
 
@@ -206,3 +220,10 @@ def test_planning_loads_no_torch_and_no_polars():
     code = "import sys, fastseqprep.plan as p\nassert len(p.Plan([1, 2])) == 1\nprint([m for m in ('torch', 'polars', 'pyarrow', 'pandas') if m in sys.modules])"
     assert subprocess.run([sys.executable, '-c', code], capture_output=True, text=True).stdout.strip() == '[]'
 
+
+def test_sizes_are_whole_numbers():
+    for kw, words in [(dict(max_tokens=None), 'max_tokens=None'), (dict(max_tokens=9.5), 'max_tokens=9.5'), (dict(batch_size='3'), "batch_size='3'"), (dict(batch_size=2.5), 'batch_size=2.5'),
+                      (dict(batch_size=True), 'batch_size=True'), (dict(block=None), 'block=None'), (dict(lookahead='2'), "'2'"), (dict(n_classes=1.5), '1.5'), (dict(shuffle=[1]), 'shuffle'),
+                      (dict(max_batch_events='7', n_events=[1]*5), "max_batch_events='7'"), (dict(max_tokens=None, seed=True, block=.5), 'max_tokens=None; seed.*True; a block.*0.5')]:
+        with pytest.raises(ValueError, match=words): Plan(np.arange(5), **kw)
+    assert len(Plan(np.arange(5), np.int32(4))) == 3 == len(Plan(np.arange(5), None, batch_size=np.int64(2)))

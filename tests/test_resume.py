@@ -2,7 +2,7 @@
 import json, os, signal, subprocess, sys
 from itertools import zip_longest
 
-import numpy as np, pytest, torch
+import numpy as np, pyarrow as pa, pyarrow.parquet as pq, pytest, torch
 
 from fastseqprep.dataloader import PRAGMADataLoader, pragma_dl
 from test_dataloader import WAIT, flat, key, real, write_shards
@@ -40,7 +40,8 @@ def test_resume_at_every_step_on_one_rank(shards):
         for workers in (0, 1, 3):
             dl = loader(shards, workers)
             dl.load_state_dict(state)
-            assert len(dl) == n-k
+            assert len(dl) == len(epochs[k==n])                        # that of the whole epoch, as always
+            if k == n: dl.set_epoch(0)                                 # what is left of it: nothing
             assert [key(b) for b in dl] == epochs[0][k:], (k, workers)
             if workers == k % 2: assert [[key(b) for b in dl] for _ in range(2)] == epochs[1:]   # later epochs are whole
 
@@ -54,11 +55,11 @@ def test_the_end_of_an_epoch_and_the_start_of_the_next(shards):
     after = dl.state_dict()
     assert (after['epoch'], after['next_batch']) == (1, 0)             # it has
     first_of_next = stopped(dl, 1, 1)
-    for state, rest in [(states[-2], [epochs[0][-1:], epochs[1]]), (states[-1], [[], epochs[1]]), (after, epochs[1:]), (first_of_next, [epochs[1][1:], epochs[2]])]:
+    for state, rest in [(states[-2], [epochs[0][-1:], epochs[1]]), (states[-1], epochs[1:]), (after, epochs[1:]), (first_of_next, [epochs[1][1:], epochs[2]])]:
         for workers in 0, 2:
             again = loader(shards, workers)
             again.load_state_dict(state)
-            assert again.state_dict() == state
+            assert again.state_dict() == state and again.epoch == (state is not states[-2])
             assert [[b['uids'] for b in again] for _ in range(2)] == rest
 
 
@@ -168,9 +169,72 @@ def test_foreign_states_are_refused(shards, tmp_path):
     for junk in ({}, None, {'epoch': 1}, [1]):
         with pytest.raises(ValueError, match='not what state_dict'): dl.load_state_dict(junk)
     same = write_shards(tmp_path/'same', (60, 1, 17, 2))               # the same records elsewhere are the same data
-    dl = loader(same, mask=True, rank=0, world_size=2, num_workers=2)
+    dl = loader(same, rank=0, world_size=2, num_workers=2)
     dl.load_state_dict(state)
-    assert len(dl) == len(dl.dataset.plan_of(0))-2
+    assert len(dl) == len(dl.dataset.plan_of(0)) and len(list(dl)) == len(dl)-2
+
+
+def test_places_that_are_none_are_refused(shards):
+    dl = loader(shards)
+    state = stopped(loader(shards), 0, 2)
+    n = len(dl)
+    for k in (-1, n+1, 10**12, 1.0, '2', None, True):
+        with pytest.raises(ValueError, match='next_batch='): dl.load_state_dict({**state, 'next_batch': k})
+    for e in (-1, .5, '0', None, True, 2**64):
+        with pytest.raises(ValueError, match='epoch='): dl.load_state_dict({**state, 'epoch': e})
+    for k in ('plan_version', 'data', 'manifest', 'plan', 'mask', 'epoch', 'next_batch'):
+        with pytest.raises(ValueError, match=f'lacks {k}, .*set_epoch'): dl.load_state_dict({i: v for i, v in state.items() if i != k})
+    with pytest.raises(ValueError, match='lacks plan_version, plan, mask'): dl.load_state_dict({i: v for i, v in state.items() if i not in ('mask', 'plan', 'plan_version')})
+    assert (dl.epoch, dl.state_dict()['next_batch']) == (0, 0)         # as it was
+    dl.load_state_dict({**state, 'next_batch': n-1})
+    assert len(list(dl)) == 1
+
+
+def test_one_other_value_is_other_data(tmp_path):
+    "One token of 100,000 differs, far from any sample; all lengths are the same"
+    n = 100_000
+    rows = lambda: dict(user_id=np.arange(n)//100, key=np.repeat('k', n), key_id=np.full(n, 5), val_id=np.arange(n) % 900+3, val_pos=np.zeros(n, np.int64), time=np.arange(n),
+                        logsec=np.zeros(n), source_idx=np.zeros(n, np.int64), event_idx=np.arange(n) % 100, hour=np.zeros(n), dow=np.ones(n), dom=np.ones(n))
+    for name in 'ab':
+        r = rows()
+        if name == 'b': r['val_id'][54_321] += 1
+        (tmp_path/name).mkdir()
+        pq.write_table(pa.table(r), tmp_path/name/'shard_0.parquet')
+    a, b = (pragma_dl(tmp_path/n, entity_col='user_id', max_tokens=5000) for n in 'ab')
+    state = stopped(a, 0, 3)
+    assert np.array_equal(a.dataset.recs.ntoks, b.dataset.recs.ntoks)
+    with pytest.raises(ValueError, match='other data'): b.load_state_dict(state)
+    a.load_state_dict(state)
+
+
+def test_the_manifest_is_part_of_the_identity(tmp_path):
+    from fastseqprep.store import Manifest, OutputFile, write_manifest
+    for name in 'abc':
+        write_shards(tmp_path/name, (30,))
+        if name != 'c': write_manifest(tmp_path/name, Manifest(job='events', outputs=[OutputFile.of(tmp_path/name, 'shard_0.parquet')], entity_col='user_id', facts=dict(name=name)))
+    a, b, c = (loader(tmp_path/n) for n in 'abc')
+    state = stopped(a, 0, 1)
+    with pytest.raises(ValueError, match='other data, with the manifest'): b.load_state_dict(state)
+    for dl in a, c: dl.load_state_dict(state)                          # a copy without a manifest is the same data
+    assert json.loads(json.dumps(state)) == state and len(json.dumps(state)) < 900
+
+
+def test_other_masks_are_refused(shards):
+    from types import SimpleNamespace
+    tok = lambda h: SimpleNamespace(val_vocab={'[PAD]': 0, '[MASK]': 1, '[UNK]': 2, '[NULL]': 3}, hash=h)
+    state = stopped(loader(shards, mask=True), 0, 2)
+    for n in 0, 2:                                                     # the same, in processes too
+        dl = loader(shards, n, mask=True)
+        dl.load_state_dict(json.loads(json.dumps(state)))
+        list(dl)
+    for kw, words in [(dict(p_tok=.2), 'p_tok=0.15, but this loader has p_tok=0.2'), (dict(exact_share=.3), 'exact_share=None'), (dict(whole_value=True), 'whole_value'),
+                      (dict(unk_targets=False), 'unk_targets'), (dict(ignore=-1), 'ignore'), (dict(tok=tok('x')), 'ids=.*tokenizer=None, but'), (dict(mask=False), 'mask=True')]:
+        dl = loader(shards, **{'mask': True, **kw})
+        with pytest.raises(ValueError, match=words): dl.load_state_dict(state)
+    with pytest.raises(ValueError, match='mask=False'): loader(shards, mask=True).load_state_dict(stopped(loader(shards), 0, 2))
+    state = stopped(loader(shards, mask=True, tok=tok('x')), 0, 2)
+    with pytest.raises(ValueError, match="tokenizer='x', but this loader has tokenizer='y'"): loader(shards, mask=True, tok=tok('y')).load_state_dict(state)
+    loader(shards, mask=True, tok=tok('x')).load_state_dict(state)
 
 
 TRAIN = '''

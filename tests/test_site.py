@@ -41,7 +41,7 @@ def look(folder):
     base = f'http://127.0.0.1:{server.server_port}/'
     try:
         with tempfile.TemporaryDirectory() as profile:
-            dom = subprocess.run([chromium, *flags, f'--user-data-dir={profile}', base+'opener.html'], capture_output=True, timeout=120).stdout
+            dom = subprocess.run([chromium, *flags, f'--user-data-dir={profile}', base+'opener.html'], capture_output=True, timeout=400).stdout
     finally:
         server.shutdown()
         server.server_close()

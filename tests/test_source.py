@@ -70,7 +70,7 @@ def test_documented_example(tmp_path):
     assert u.df.collect().schema==dict(user_id=pl.Int64, age=pl.Int64, gender=pl.String, occupation=pl.String, zip_code=pl.String)
     assert r.df.collect().schema==dict(user_id=pl.Int64, movie_id=pl.Int64, rating=pl.Int64, timestamp=pl.Int64)
     assert [f[:2] for f in u.fields]==[('gender','cat'),('zip_code','cat'),('age','num'),('occupation','text')]
-    assert r.normalised(rows_of(r)).rows()==[(196,881250949,881250949,881250949,False,'242','3'), (186,891717742,891717742,891717742,False,'302','3')]
+    assert r.normalised(rows_of(r)).rows()==[(196,881250949,881250949,881250949*10**9,False,'242','3'), (186,891717742,891717742,891717742*10**9,False,'302','3')]
     assert u.normalised(rows_of(u)).row(2)==(3,0,0,0,False,'M','T8H1N',23,'writer')
     assert "name='ratings'" in repr(r) and '891717742' in repr(r) and '<table' in r._repr_html_()
 
@@ -96,7 +96,7 @@ def test_files_that_differ(tmp_path):
     pl.DataFrame(dict(ts=[dt.datetime(2021,1,2)], c=['k'], x=[.5], user=[2**40], other=[[1]])).cast({'ts':pl.Datetime('ns')}).write_parquet(tmp_path/'b.parquet')
     src = DataSource.from_file(tmp_path, cats='c', conts='x', time_col='ts', entity_col='user')
     got = src.normalised(rows_of(src))
-    assert got.rows()==[(1,1609459200*10**9,1609459200,1609459200,False,None,1.), (2**40,1609545600*10**9,1609545600,1609545600,False,'k',.5)]
+    assert got.rows()==[(1,1609459200*10**9,1609459200,1609459200*10**9,False,None,1.), (2**40,1609545600*10**9,1609545600,1609545600*10**9,False,'k',.5)]
     assert src.col_names==['user','x','c','ts'] and src.df.collect().height==2
     pl.DataFrame(dict(user=['u'], x=['1'], ts=[1])).write_parquet(tmp_path/'c.parquet')
     fails(ValueError, "'user' is Int32 in a.parquet but Int64 in b.parquet but String in c.parquet", "'x' is Int64 in a.parquet but Float64 in b.parquet but String in c.parquet",
@@ -366,7 +366,7 @@ def test_bad_times_in_csv_are_counted_not_fatal(tmp_path):
 def test_lifelong():
     df = pl.DataFrame(dict(user=[1,2], joined=['2021-05-03',None], died=[dt.date(2021,5,3),None], left=[ten,None]))
     s = DataSource(df, lifelong=['joined','died','left'], entity_col='user', is_profile=True)
-    assert s.normalised(rows_of(s)).rows()==[(1,0,0,0,False,1620000000,1620000000,ten), (2,0,0,0,False,None,None,None)]
+    assert s.normalised(rows_of(s)).rows()==[(1,0,0,0,False,1620000000,1620000000,ten,1620000000*10**9), (2,0,0,0,False,None,None,None,None)]   # last, the instant of `joined` in nanoseconds
     fails(ValueError, "column 'joined', row 1: 'soon'", call=lambda: s.normalised(df.with_columns(joined=pl.lit('soon'))))
 
 @settings(max_examples=60, deadline=None)

@@ -1,0 +1,103 @@
+"""Loading stored windows: fastseqprep beside sequifier's own data sets, on the same files.
+
+    python benchmarks/windows.py --quick                # 50,000 rows, one round, to see that all works
+    python benchmarks/windows.py                        # 500,000 rows, three rounds
+    python benchmarks/windows.py --peer-python PATH     # an environment that already holds sequifier
+    python benchmarks/windows.py --no-peer              # ours alone
+
+The windows (65 wide, five features) are cut once. Each run is a fresh process with one thread that opens a split and goes through
+shuffled epochs, one to warm up; the fastest counts. A token is an input slot of a sample. They take turns; every figure is a
+median, every ratio the median of the rounds' ratios of tokens per second of processor time, which a busy machine changes little. Memory is
+what the process grew by from before opening to the peak, and what of it is its own (`anon`):
+pages of mapped files are the system's, which takes them back when it needs them.
+"""
+import argparse, json, sys, tempfile
+from datetime import date
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from _measure import medians, run, venv
+from _table_data import make
+from events import machine, ratio, table
+
+OURS, PEER = 'fastseqprep', 'sequifier'
+FEATURES = ['item', 'code', 'action', 'amount', 'level']
+RUNS = { # name: (who, format, how the peer opens it or whether ours maps it, what it is compared with)
+    'sequifier, one Parquet file, eager': (PEER, 'parquet', 'file'),
+    'fastseqprep, one Parquet file, eager': (OURS, 'parquet', False),
+    'fastseqprep, one Parquet file, mapped': (OURS, 'parquet', True),
+    'sequifier, PT shards, eager': (PEER, 'pt', 'folder'),
+    'fastseqprep, PT shards, eager': (OURS, 'pt', False),
+    'sequifier, PT shards, lazy': (PEER, 'pt', 'lazy'),
+    'fastseqprep, PT shards, mapped': (OURS, 'pt', True),
+    'fastseqprep, raw columns (bin), mapped': (OURS, 'bin', True),
+}
+BESIDE = {'fastseqprep, one Parquet file, eager': 'sequifier, one Parquet file, eager', 'fastseqprep, one Parquet file, mapped': 'sequifier, one Parquet file, eager',
+          'fastseqprep, PT shards, eager': 'sequifier, PT shards, eager', 'fastseqprep, PT shards, mapped': 'sequifier, PT shards, lazy', 'fastseqprep, raw columns (bin), mapped': 'sequifier, PT shards, lazy'}
+
+
+def args():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument('--rows', type=int, default=500_000, help='rows of the table')
+    p.add_argument('--batch-size', type=int, default=256, help='samples in a batch')
+    p.add_argument('--epochs', type=int, default=3, help='epochs that are timed')
+    p.add_argument('--repeats', type=int, default=3, help='rounds in which each has its turn')
+    p.add_argument('--quick', action='store_true', help='50,000 rows and one round')
+    p.add_argument('--no-peer', action='store_true', help='leave sequifier out')
+    p.add_argument('--peer-python', type=Path, help='a Python that has sequifier, instead of making an environment')
+    p.add_argument('--work', type=Path, default=Path(tempfile.gettempdir())/'fastseqprep-benchmarks', help='folder for data, environment and outputs')
+    p.add_argument('--results', type=Path, default=Path(__file__).parent/'RESULTS-windows.md', help='markdown file to write')
+    a = p.parse_args()
+    if a.quick: a.rows, a.repeats, a.epochs = 50_000, 1, 2
+    a.work = a.work.resolve()
+    return a
+
+
+def cut(a):
+    "The windows of the table in each format: {format: (path of split 0, metadata)}"
+    from fastseqprep.preprocess import preprocess
+    data, res = a.work/'data'/f'rows-{a.rows}', {}
+    make(data, a.rows)
+    for fmt in ('parquet', 'pt', 'bin'):
+        root = a.work/'windows'/f'{fmt}-{a.rows}'
+        split = root/'data'/('log-split0.parquet' if fmt == 'parquet' else 'log-split0')
+        if not (root/'configs'/'metadata_configs'/'log.json').exists():
+            root.mkdir(parents=True, exist_ok=True)
+            preprocess(dict(project_root=str(root), preprocessing_data_path=str(data/'log.parquet'), read_format='parquet', write_format=fmt, merge_output=fmt == 'parquet', selected_columns=FEATURES,
+                            split_ratios=[.8, .2], window_length=65, window_stride=16, max_target_offset=1), progress=False)
+        res[fmt] = split, json.loads((root/'configs'/'metadata_configs'/'log.json').read_text())
+    return res
+
+
+def rounds(a, pythons, made):
+    "The figures of all runs: {name: [one result per round]}"
+    runs = {}
+    for r in range(a.repeats):
+        for name, (who, fmt, how) in RUNS.items():
+            if who not in pythons: continue
+            path, meta = made[fmt]
+            few = dict(column_data_types=meta['column_data_types'], n_classes=meta['n_classes'], window_lengths=meta['window_lengths'], max_target_offset=meta['max_target_offset'])
+            task = dict(mode='load', data=name, path=str(path), meta=few, format=fmt, inputs=FEATURES, targets=['item'], context=64, batch_size=a.batch_size, epochs=a.epochs)
+            got = run(pythons[who], f'{who}_windows.py', dict(task, how=how, mmap=how is True))
+            runs.setdefault(name, []).append(got)
+            print(f"round {r+1}: {name}: {got['tokens_s']/1e6:.1f} million tokens/s, opened in {got['open_s']:.2f} s, {got['grown_mb']:.0f} MB ({got['anon_mb']:.0f} MB anon)", flush=True)
+    return runs
+
+
+def main():
+    a = args()
+    pythons = {OURS: sys.executable}
+    if not a.no_peer: pythons[PEER] = (a.peer_python or venv(a.work/'env'/PEER, 'sequifier==3.1.1.0')).absolute()
+    runs = rounds(a, pythons, cut(a))
+    rows = []
+    for name, rs in runs.items():
+        m, other = medians(rs), BESIDE.get(name)
+        times = '' if other not in runs else f"{ratio({name: rs, other: runs[other]}, other, 'tokens_cpu_s', name):.1f}×"
+        rows.append((name, f"{int(m['samples']):,}", f"{m['tokens_s']/1e6:.1f}", f"{m['tokens_cpu_s']/1e6:.1f}", times, f"{m['open_s']:.2f}", f"{m['grown_mb']:.0f}", f"{m['anon_mb']:.0f}"))
+    text = table(['loader', 'samples', 'million tokens/s', 'million tokens per CPU s', 'beside sequifier', 'opened in s', 'grown by MB', 'anon MB'], rows)
+    print('\n'+text)
+    head = f'# Loading windows\n\n{date.today()}, {machine()}, {a.rows:,} rows, batches of {a.batch_size} samples of 64 slots, five features, {a.repeats} round{"s"*(a.repeats != 1)}. `python benchmarks/windows.py`\n\n'
+    if not a.quick: a.results.write_text(head+text)
+
+
+if __name__ == '__main__': main()
