@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np, pyarrow as pa
 from fastcore.basics import patch
 
+from .ragged import arrow_array
 from .payload import StoredTensorBatch, coordinate_names, layout_registry
 
 # %% ../nbs/10e_blocks.ipynb #a6a59bb2
@@ -285,16 +286,16 @@ def long_table(
     if block.depth_masks: raise ValueError("features of children have no place in the long layout; write layout 'wide', or pt, arrow or bin")
     k = len(block.features)
     for c,v in block.features.items(): check_exact(v, dtype, f"feature {c!r} in the long layout, where all features share one dtype")
-    columns = {name: pa.array(np.repeat(v, k)) for name,v in table_coordinates(block).items()}
-    columns['inputCol'] = pa.DictionaryArray.from_arrays(pa.array(np.tile(np.arange(k, dtype=np.int32), block.n)), pa.array(list(block.features), pa.string()))
-    for slot,values in enumerate(interleave_features(block.features, dtype)): columns[str(block.width-1-slot)] = pa.array(values)
+    columns = {name: arrow_array(np.repeat(v, k)) for name,v in table_coordinates(block).items()}
+    columns['inputCol'] = pa.DictionaryArray.from_arrays(arrow_array(np.tile(np.arange(k, dtype=np.int32), block.n)), pa.array(list(block.features), pa.string()))
+    for slot,values in enumerate(interleave_features(block.features, dtype)): columns[str(block.width-1-slot)] = arrow_array(values)
     return pa.table(columns)
 
 # %% ../nbs/10e_blocks.ipynb #a29e1199
 def _list_array(values)->pa.Array:
     "An (n, …) array as lists of fixed size, the flat values taken over as they are"
     values = np.ascontiguousarray(values)
-    res = pa.array(values.reshape(-1))
+    res = arrow_array(values.reshape(-1))
     for size in reversed(values.shape[1:]): res = pa.FixedSizeListArray.from_arrays(res, size)
     return res
 

@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 import numpy as np, polars as pl, pyarrow as pa, pyarrow.compute as pc
 from fastcore.basics import listify, patch
+from .ragged import arrow_array
 from .roles import did_you_mean
 from .rules import CardinalityRule, Hashing
 from .vocab import as_series, dictionary_encode, find_sorted
@@ -67,7 +68,7 @@ def find_integers(
         inside = (values>=keys[0]) & (values<=keys[-1])
         place = table[np.where(inside, values-keys[0], span).astype(np.int64)]
     else:
-        found = pc.index_in(pa.array(values), value_set=pa.array(keys))
+        found = pc.index_in(arrow_array(values), value_set=arrow_array(keys))
         place = found.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
     return place if fits is None else np.where(fits, place, -1)
 

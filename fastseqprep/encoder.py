@@ -178,7 +178,7 @@ def load(cls:Encoder,
     manifest,root = (metadata.manifest, metadata.config.project_root) if hasattr(metadata, 'manifest') else find_manifest(path, meta)
     if hasattr(metadata, 'manifest') and not _lists(manifest, path): raise StoreError(f'{path} is not what this run has written: it was a dry run, or another run of that name came later')
     config = _config_of(meta, manifest)
-    if meta.get('depth_layouts') or config.text_columns: raise ValueError(f"{path} is of a run with {'depth_layouts' if config.depth_layouts else 'text_columns'}, whose rows can only be encoded by the job itself")
+    if meta.get('depth_layouts') or config.text_columns: raise ValueError(f"{path} is of a run with {'depth_layouts' if {*meta.get('depth_layouts', {})}-{*config.text_columns} else 'text_columns'}, whose rows can only be encoded by the job itself")
     sources = _sources_of(meta, manifest, dtypes, path)
     known = {*sources, *config.timestamps}
     if odd := [c for c in dtypes if c not in known]: raise ValueError(f'dtypes: {path} does not know column {odd[0]!r}{did_you_mean(odd[0], known)}')
