@@ -1,4 +1,4 @@
-"""Loading stored windows: fastseqprep beside sequifier's own data sets, on the same files.
+"""Loading stored windows, and making windows of items with several rows: fastseqprep beside sequifier.
 
     python benchmarks/windows.py --quick                # 50,000 rows, one round, to see that all works
     python benchmarks/windows.py                        # 500,000 rows, three rounds
@@ -10,14 +10,17 @@ shuffled epochs, one to warm up; the fastest counts. A token is an input slot of
 median, every ratio the median of the rounds' ratios of tokens per second of processor time, which a busy machine changes little. Memory is
 what the process grew by from before opening to the peak, and what of it is its own (`anon`):
 pages of mapped files are the system's, which takes them back when it needs them.
+
+The second table is of whole `preprocess` commands on items with children (a depth layout), and of ours alone as the rows grow.
 """
-import argparse, json, sys, tempfile
+import argparse, json, os, shutil, sys, tempfile
 from datetime import date
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 from _measure import medians, run, venv
 from _table_data import make
+from _tree import watch
 from events import machine, ratio, table
 
 OURS, PEER = 'fastseqprep', 'sequifier'
@@ -35,6 +38,10 @@ RUNS = { # name: (who, format, how the peer opens it or whether ours maps it, wh
 BESIDE = {'fastseqprep, one Parquet file, eager': 'sequifier, one Parquet file, eager', 'fastseqprep, one Parquet file, mapped': 'sequifier, one Parquet file, eager',
           'fastseqprep, PT shards, eager': 'sequifier, PT shards, eager', 'fastseqprep, PT shards, mapped': 'sequifier, PT shards, lazy', 'fastseqprep, raw columns (bin), mapped': 'sequifier, PT shards, lazy'}
 
+DEPTH = dict(project_root='.', preprocessing_data_path='input/log.parquet', read_format='parquet', write_format='pt', merge_output=False, n_cores=2, split_ratios=[.8, .2], window_length=17,
+             window_stride=16, max_target_offset=1, depth_layouts=dict(parts=dict(position_column='part', columns=['tag', 'amount'], context_length=8)))
+GROWING = {'in memory': {}, 'memory_limit 64 MB': dict(memory_limit='64MB')} # ways in which ours runs alone
+
 
 def args():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -42,13 +49,16 @@ def args():
     p.add_argument('--batch-size', type=int, default=256, help='samples in a batch')
     p.add_argument('--epochs', type=int, default=3, help='epochs that are timed')
     p.add_argument('--repeats', type=int, default=3, help='rounds in which each has its turn')
-    p.add_argument('--quick', action='store_true', help='50,000 rows and one round')
+    p.add_argument('--parts', nargs='+', default=['load','depth'], choices=['load','depth'], help='what to measure')
+    p.add_argument('--items', type=int, default=50_000, help='items with four children each')
+    p.add_argument('--children', nargs='+', type=int, default=[1_000_000, 5_000_000], help='rows of the growing tables of children')
+    p.add_argument('--quick', action='store_true', help='50,000 rows and one round, 2,000 items')
     p.add_argument('--no-peer', action='store_true', help='leave sequifier out')
     p.add_argument('--peer-python', type=Path, help='a Python that has sequifier, instead of making an environment')
     p.add_argument('--work', type=Path, default=Path(tempfile.gettempdir())/'fastseqprep-benchmarks', help='folder for data, environment and outputs')
     p.add_argument('--results', type=Path, default=Path(__file__).parent/'RESULTS-windows.md', help='markdown file to write')
     a = p.parse_args()
-    if a.quick: a.rows, a.repeats, a.epochs = 50_000, 1, 2
+    if a.quick: a.rows, a.repeats, a.epochs, a.items, a.children = 50_000, 1, 2, 2_000, [100_000]
     a.work = a.work.resolve()
     return a
 
@@ -84,19 +94,73 @@ def rounds(a, pythons, made):
     return runs
 
 
-def main():
-    a = args()
-    pythons = {OURS: sys.executable}
-    if not a.no_peer: pythons[PEER] = (a.peer_python or venv(a.work/'env'/PEER, 'sequifier==3.1.1.0')).absolute()
+def nested(folder, n_items, each):
+    "Write items with `each` children, a hundred items in a sequence"
+    import numpy as np, polars as pl
+    if (folder/'log.parquet').exists(): return
+    folder.mkdir(parents=True, exist_ok=True)
+    rng, item = np.random.default_rng(0), np.repeat(np.arange(n_items), each)
+    pl.DataFrame(dict(sequenceId=item//100, itemPosition=item%100, part=np.tile(np.arange(each), n_items), kind=item//3%7, price=item%50*.5, tag=rng.integers(0, 1000, len(item)),
+                      amount=rng.normal(size=len(item)))).write_parquet(folder/'log.parquet', row_group_size=200_000)
+
+
+def depth_run(a, who, cmd, n_items, each, keys):
+    "Figures of one whole command"
+    data, folder = a.work/'data'/f'depth-{n_items}x{each}', a.work/'out'/f'depth-{who}'
+    nested(data, n_items, each)
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder/'configs').mkdir(parents=True)
+    (folder/'input').mkdir()
+    (folder/'input'/'log.parquet').symlink_to(data/'log.parquet')
+    (folder/'configs'/'preprocess.yaml').write_text(json.dumps({**DEPTH, **keys})) # JSON is YAML
+    facts = watch([*cmd, '--config-path', 'configs/preprocess.yaml'], folder, dict(PATH=f'{Path(cmd[0]).parent}{os.pathsep}{os.environ["PATH"]}'), timeout=600)
+    windows = sum(json.loads(f.read_text())['total_samples'] for f in (folder/'data').glob('*/metadata.json'))
+    shutil.rmtree(folder)
+    print(f"{who}: {n_items*each:,} children, {facts['wall_s']:.2f} s, {facts['peak_mb']:.0f} MB", flush=True)
+    return dict(facts, windows=windows)
+
+
+def depth_part(a, pythons):
+    "Commands on items with children, beside the peer and as the table grows"
+    cmds = {who: [Path(p).parent/who, 'preprocess'] for who, p in pythons.items()}
+    runs = {who: [] for who in cmds}
+    for i in range(a.repeats):
+        for who, cmd in cmds.items():
+            if who != OURS and i: continue                   # it takes minutes for one
+            try: runs[who].append(depth_run(a, who, cmd, a.items, 4, {}))
+            except RuntimeError as e: print(f'{who}, {a.items:,} items: failed, or took more than ten minutes: {str(e)[-300:]}', flush=True)
+    rows = []
+    for who, rs in runs.items():
+        if not rs: continue
+        m = medians(rs)
+        rows.append((who, f'{a.items:,}', f'{4*a.items:,}', f"{int(m['windows']):,}", f"{m['wall_s']:.2f}", f"{m['cpu_s']:.2f}", f"{m['peak_mb']:.0f}", '' if who == OURS else f"{ratio({who: rs, OURS: runs[OURS]}, OURS, 'wall_s', who):.1f}×"))
+    for n in a.children:
+        for how, keys in GROWING.items():
+            m = depth_run(a, OURS, cmds[OURS], n//8, 8, keys)
+            rows.append((f'{OURS}, {how}', f'{n//8:,}', f'{n:,}', f"{m['windows']:,}", f"{m['wall_s']:.2f}", f"{m['cpu_s']:.2f}", f"{m['peak_mb']:.0f}", ''))
+    return '## Items with several rows\n\nThe whole command, two cores; memory is the most that was resident, pages of mapped files among it.\n\n' + \
+        table(['command', 'items', 'children', 'windows', 'wall s', 'CPU s', 'peak MB', 'it / ours'], rows)
+
+
+def load_part(a, pythons):
+    "Loaders of stored windows"
     runs = rounds(a, pythons, cut(a))
     rows = []
     for name, rs in runs.items():
         m, other = medians(rs), BESIDE.get(name)
         times = '' if other not in runs else f"{ratio({name: rs, other: runs[other]}, other, 'tokens_cpu_s', name):.1f}×"
         rows.append((name, f"{int(m['samples']):,}", f"{m['tokens_s']/1e6:.1f}", f"{m['tokens_cpu_s']/1e6:.1f}", times, f"{m['open_s']:.2f}", f"{m['grown_mb']:.0f}", f"{m['anon_mb']:.0f}"))
-    text = table(['loader', 'samples', 'million tokens/s', 'million tokens per CPU s', 'beside sequifier', 'opened in s', 'grown by MB', 'anon MB'], rows)
-    print('\n'+text)
-    head = f'# Loading windows\n\n{date.today()}, {machine()}, {a.rows:,} rows, batches of {a.batch_size} samples of 64 slots, five features, {a.repeats} round{"s"*(a.repeats != 1)}. `python benchmarks/windows.py`\n\n'
+    return f'## Loading\n\n{a.rows:,} rows, batches of {a.batch_size} samples of 64 slots, five features.\n\n' + \
+        table(['loader', 'samples', 'million tokens/s', 'million tokens per CPU s', 'beside sequifier', 'opened in s', 'grown by MB', 'anon MB'], rows)
+
+
+def main():
+    a = args()
+    pythons = {OURS: sys.executable}
+    if not a.no_peer: pythons[PEER] = (a.peer_python or venv(a.work/'env'/PEER, 'sequifier==3.1.1.0')).absolute()
+    text = '\n'.join(dict(load=load_part, depth=depth_part)[p](a, pythons) for p in a.parts)
+    head = f'# Windows\n\n{date.today()}, {machine()}, {a.repeats} round{"s"*(a.repeats != 1)}, medians. `python benchmarks/windows.py`\n\n'
+    print('\n'+head+text)
     if not a.quick: a.results.write_text(head+text)
 
 

@@ -278,6 +278,11 @@ def table_coordinates(block)->dict:
     "Coordinate and curriculum columns under their names in tables"
     return {coordinate_columns[c]: getattr(block, c) for c in coordinate_names} | {curriculum_prefix+k: v for k,v in block.sample_positions.items()}
 
+def _text_array(texts)->pa.Array:
+    "Texts as an Arrow array; `pa.array` of a list would import pandas"
+    data = [o.encode() for o in texts]
+    return pa.StringArray.from_buffers(len(data), pa.py_buffer(np.cumsum([0, *map(len, data)], dtype=np.int32)), pa.py_buffer(b''.join(data)))
+
 def long_table(
     block:WindowBlock, # windows without depth
     dtype, # numpy dtype of the position columns
@@ -287,7 +292,7 @@ def long_table(
     k = len(block.features)
     for c,v in block.features.items(): check_exact(v, dtype, f"feature {c!r} in the long layout, where all features share one dtype")
     columns = {name: arrow_array(np.repeat(v, k)) for name,v in table_coordinates(block).items()}
-    columns['inputCol'] = pa.DictionaryArray.from_arrays(arrow_array(np.tile(np.arange(k, dtype=np.int32), block.n)), pa.array(list(block.features), pa.string()))
+    columns['inputCol'] = pa.DictionaryArray.from_arrays(arrow_array(np.tile(np.arange(k, dtype=np.int32), block.n)), _text_array(block.features))
     for slot,values in enumerate(interleave_features(block.features, dtype)): columns[str(block.width-1-slot)] = arrow_array(values)
     return pa.table(columns)
 

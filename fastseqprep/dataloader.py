@@ -14,7 +14,7 @@ from fastcore.meta import delegates
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from .batch import Batch, pack_batch, to_tensors
 from .dataset import rec_ntoks, user_rec
-from .handover import Parcel, ring_for
+from .handover import Board, Parcel, ring_for
 from .loader import RecordLoader, bunches, check_tokenizer, chosen_records, one_by_one, own_rank
 from .masking import mask_batch
 from .plan import PLAN_VERSION, Plan, batch_starts, permutation
@@ -40,7 +40,7 @@ class PRAGMADataLoader(RecordLoader, IterableDataset):
     "Packed batches of the records in shards, in a planned order, as torch tensors"
     as_tensors = True
     def _prepare(self):
-        self._fresh,self._own,self._ring,self._bunch = True,False,None,0
+        self._fresh,self._own,self._ring,self._bunch,self._board = True,False,None,0,None
         self._told = torch.zeros(2, dtype=torch.int64).share_memory_() # next epoch and its first batch, for workers that are alive
     def _worker(self): return get_worker_info()
     def _tell(self):
@@ -54,6 +54,7 @@ def start(self:PRAGMADataLoader):
     info = get_worker_info()
     if info is None: return RecordLoader.start(self)
     epoch,first = (self.next_epoch, self.next_start) if self._fresh else self._told.tolist()
+    if self._board is not None: self._plans = {} if (plan := self._board.find(epoch)) is None else {epoch:plan} # nothing older: its place may be written to
     todo,own = self.steps(epoch, first), self._own
     self._fresh,self._own = False,False
     if self._bunch: # for an EpochDataLoader
@@ -76,10 +77,21 @@ class EpochDataLoader(DataLoader):
         ds._tell() # workers that are alive
         if self.num_workers and self._iterator is None: # workers start, with a ring of their own
             ds._ring,ds._bunch = ring_for(ds._usual_tokens(epoch), self.num_workers, self.prefetch_factor)
+            ds._board = board if self.persistent_workers and (board := Board(ds.plan_of(epoch))).size else None
+        board,read = (ds._board, None) if self._iterator is None else (self._iterator.board, self._iterator.reads)
+        if board is not None: board.post(epoch, ds.plan_of(epoch), keep=read)
+        if not (self.num_workers or self.pin_memory or self._auto_collation): return ds._run(epoch, todo, map(self.collate_fn, ds.batches(epoch, start=start))) # torch would add nothing but time
         it = super().__iter__()
-        if ds._bunch: it.ring,ds._ring,ds._bunch = ds._ring,None,0
+        if ds._bunch: it.ring,it.board,ds._ring,ds._bunch,ds._board = ds._ring,board,None,0,None
+        it.reads = epoch
         made = one_by_one(it) if self.num_workers else it
+        if board is not None: made = self._ahead(made, board, epoch)
         return ds._run(epoch, todo, self._while_newest(made) if self.persistent_workers else made)
+    def _ahead(self, made, board, epoch):
+        "Pass on batches, and plan the next epoch while workers make some"
+        for i,b in enumerate(made):
+            if i==1 and epoch+1 not in board.epochs(): board.post(epoch+1, self.dataset.plan_of(epoch+1), keep=epoch)
+            yield b
     def _while_newest(self, made):
         "Pass on batches, unless workers that serve one iteration at a time have been put to another"
         self._newest = this = object()

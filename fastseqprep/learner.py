@@ -138,12 +138,12 @@ def new(self:PackedDL,
     dataset:RecordSet=None, # other records of the same shards
     drop_last:bool=False,   # not possible: records are never dropped
     **kwargs # arguments of `PackedDL` that are to be others
-)->'PackedDL':
+):
     "The same loader with some settings changed"
     if drop_last: raise ValueError("drop_last=True would leave records out of an epoch, and PackedDL never does: leave it out.")
     now = dict(make=self.make, tok=self.tok, shuffle=self.shuffle, records=self.records, num_workers=self.num_workers, device=self.device, **self.kwargs)
     if dataset is not None: now.update(make=self.make if len(dataset) else None, records=dataset.numbers)
-    return PackedDL(**{**now, **kwargs})
+    return type(self)(**{**now, **kwargs})
 
 # %% ../nbs/32_learner.ipynb #462526e8
 def _display(x):

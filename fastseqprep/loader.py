@@ -62,9 +62,13 @@ class RecordLoader:
         Plan([], n_events=[], seed=seed, **self.rule) # a rule that makes no plan fails here, before anything is read
         if tok is not None: check_tokenizer(shards, tok)
         self.masker = Masker(tok, seed=seed, **kwargs) if mask else None
-        self.recs = compile_records(shards, entity_col, max_profile_toks, max_lifelong_toks, max_events, max_event_toks, cache_dir)
-        if oversize=='cut': self.recs = self.recs.shorten(None if batch_size is not None else max_tokens, max_batch_events)
-        self.records = slice(None) if records is None else chosen_records(records, len(self.recs))
+        recs = compile_records(shards, entity_col, max_profile_toks, max_lifelong_toks, max_events, max_event_toks, cache_dir)
+        if oversize=='cut': recs = recs.shorten(None if batch_size is not None else max_tokens, max_batch_events)
+        self._set_up(recs, records)
+
+    def _set_up(self, recs, records=None):
+        "Take the records, all or some of them, and stand before the first epoch"
+        self.recs,self.records = recs, slice(None) if records is None else chosen_records(records, len(recs))
         self._plans,self._data,self._facts = {},None,None
         self.next_epoch,self.next_start,self.running,self._pass,self._at,self._ended = 0,0,None,None,(0,0),None
         self._prepare()
@@ -150,18 +154,23 @@ def _numbers(self:RecordLoader, planned):
     return planned if isinstance(self.records, slice) else self.records[planned]
 
 @patch
+def _new_plan(self:RecordLoader, epoch)->Plan:
+    "Plan an epoch; what another kind of loader puts its own plan in place of"
+    by_events = self.rule['max_batch_events'] is not None or self.rule['class_by']=='events'
+    n_events = self.recs.lengths()['events'][self.records] if by_events else None
+    try: return Plan(self.recs.ntoks[self.records], seed=self.seed, epoch=epoch, n_events=n_events, **self.rule)
+    except OversizeError as e:
+        number = self._numbers(np.array([e.record]))
+        raise OversizeError(int(number[0]), e.text, self.recs.uid_list(number)[0]) from None
+
+@patch
 def plan_of(self:RecordLoader,
     epoch:int, # from 0
 )->Plan:
     "The plan of an epoch, kept for the two that were asked for last"
     if epoch not in self._plans:
         for old in list(self._plans)[:-1]: del self._plans[old]
-        by_events = self.rule['max_batch_events'] is not None or self.rule['class_by']=='events'
-        n_events = self.recs.lengths()['events'][self.records] if by_events else None
-        try: self._plans[epoch] = Plan(self.recs.ntoks[self.records], seed=self.seed, epoch=epoch, n_events=n_events, **self.rule)
-        except OversizeError as e:
-            number = self._numbers(np.array([e.record]))
-            raise OversizeError(int(number[0]), e.text, self.recs.uid_list(number)[0]) from None
+        self._plans[epoch] = self._new_plan(epoch)
     return self._plans[epoch]
 
 @patch

@@ -9,7 +9,7 @@ __all__ = ['SpanMask']
 import numpy as np
 from fastcore.basics import patch
 
-from .masking import _mix64, draw, places, record_keys
+from .masking import mix64, draw, places, record_keys
 
 # %% ../nbs/30f_span_mask.ipynb #15396fb1
 class SpanMask:
@@ -69,7 +69,7 @@ def __call__(self:SpanMask,
     n_classes:dict=None, # column → number of ids
 )->tuple: # inputs; (B, C) bool
     "Inputs with some rows hidden, and which"
-    with np.errstate(over='ignore'): hashes = _mix64(_mix64(sequences.astype(np.uint64)+np.uint64(1))+positions.astype(np.uint64))
+    with np.errstate(over='ignore'): hashes = mix64(mix64(sequences.astype(np.uint64)+np.uint64(1))+positions.astype(np.uint64))
     keys,(B,C) = record_keys(hashes, self.seed, epoch),valid.shape
     hidden,how = self.spans(valid, keys),_uniform(keys[2], C)
     masked,other = hidden & (how<self.masked),hidden & (how>=self.masked) & (how<self.masked+self.random)

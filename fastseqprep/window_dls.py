@@ -210,8 +210,8 @@ class ShownSamples:
             return [f"{n*(m['std']+1e-9)+m['mean'] if m else n:.4g}" for n in x.astype(float)]
         if v.ndim>1: cells = [' '.join((numbers if v.dtype.kind=='f' else labels)(row)) for row in v[on]]
         elif self.encoder is not None and name in self.encoder.fitted:
-            from fastseqprep.show_windows import _text
-            cells = [_text(o) for o in self.encoder.decode({name: v[on]}, labels=self.encoder.fitted[name].role=='categorical')[name].to_list()]
+            from fastseqprep.show_windows import short_text
+            cells = [short_text(o) for o in self.encoder.decode({name: v[on]}, labels=self.encoder.fitted[name].role=='categorical')[name].to_list()]
         else: cells = (numbers if v.dtype.kind=='f' else labels)(v[on])
         res = np.full(len(v), '', object)
         res[on] = cells

@@ -6,15 +6,15 @@
 __all__ = ['samples_by_curriculum', 'sequifier_order', 'SamplePlan', 'WindowLoader', 'usual_view', 'window_samples', 'window_dl']
 
 # %% ../nbs/30g_window_loader.ipynb #8f610eb9
-from hashlib import sha256
-
 import numpy as np
 from fastcore.basics import patch
 from fastcore.meta import delegates
+from torch import from_numpy
 
 from .batch import Batch
 from .dataloader import EpochDataLoader, PRAGMADataLoader
-from .loader import bunches, chosen_records, one_by_one, own_rank
+from .hashing import content_hash
+from .loader import bunches, one_by_one, own_rank
 from .plan import Plan, permutation
 from .span_mask import SpanMask
 from .window_data import StoredWindows
@@ -107,15 +107,12 @@ class WindowLoader(PRAGMADataLoader):
         if curriculum and not shuffle: wrong.append("curriculum is an order of shuffled samples: give shuffle=True with it")
         if wrong: raise ValueError(f"a loader of windows: {'; '.join(wrong)}")
         rank,world_size = own_rank(rank, world_size)
-        self.recs,self.batch_size,self.shuffle,self.seed,self.rank,self.world_size,self.per_rank,self.last = samples,batch_size,shuffle,seed,rank,world_size,per_rank,last
+        self.batch_size,self.shuffle,self.seed,self.rank,self.world_size,self.per_rank,self.last = batch_size,shuffle,seed,rank,world_size,per_rank,last
         self.rule = dict(batch_size=batch_size, shuffle=shuffle, order=order, curriculum=curriculum, block=block, file_order=samples.windows.file_order, view=repr(samples.view),
                          inputs=','.join(samples.inputs), targets=','.join(samples.targets), hide=repr(samples.hide))
         self.tok = self.masker = self.mask = None
         self.values = samples.curriculum(curriculum) if curriculum else None
-        self.records = slice(None) if records is None else chosen_records(records, len(samples))
-        self._plans,self._data,self._facts = {},None,None
-        self.next_epoch,self.next_start,self.running,self._pass,self._at,self._ended = 0,0,None,None,(0,0),None
-        self._prepare()
+        self._set_up(samples, records)
 
     samples = property(lambda self: self.recs)
     n = property(lambda self: len(self.recs) if isinstance(self.records, slice) else len(self.records))
@@ -133,16 +130,6 @@ def _new_plan(self:WindowLoader, epoch)->SamplePlan:
         if not isinstance(self.records, slice): order = np.searchsorted(self.records, order[np.isin(order, self.records)])
     return SamplePlan(order=order, how=f"{how} as sequifier does, by seed {self.seed}, epoch {epoch}" if r['order']!='plan' else f'{how} by seed {self.seed}, epoch {epoch}', **common)
 
-@patch
-def plan_of(self:WindowLoader,
-    epoch:int, # from 0
-)->SamplePlan:
-    "The plan of an epoch, kept for the two that were asked for last"
-    if epoch not in self._plans:
-        for old in list(self._plans)[:-1]: del self._plans[old]
-        self._plans[epoch] = self._new_plan(epoch)
-    return self._plans[epoch]
-
 # %% ../nbs/30g_window_loader.ipynb #c80945ba
 @patch
 def sample_bytes(self:WindowSamples)->int:
@@ -156,33 +143,51 @@ def make(self:WindowLoader,
     epoch:int=0, # decides what is hidden
     rows:int=0, # of a batch without samples
     empty=np.empty, # not needed here
-)->list: # batches of arrays
+    tensors:bool=False, # make tensors, rather than arrays
+)->list: # batches
     "The batches of some groups of samples, made at once"
     groups = [np.full(rows, -1) if not len(g) else g for g in groups]
-    if len(groups)==1: return [Batch(self.recs.gather(groups[0], epoch))]
-    ends = np.cumsum([len(g) for g in groups]).tolist()
-    b = self.recs.gather(np.concatenate(groups), epoch)
-    return [Batch({k: v[lo:hi] for k,v in b.items()}) for lo,hi in zip([0, *ends[:-1]], ends)]
+    b,sizes = self.recs.gather(np.concatenate(groups), epoch),[len(g) for g in groups]
+    if tensors: cut = lambda v: from_numpy(v).unsafe_split_with_sizes(sizes) # unlike `split`: no batch is a view of another tensor
+    else: cut = lambda v: np.split(v, np.cumsum(sizes[:-1]))
+    return [Batch(zip(b, values)) for values in zip(*map(cut, b.values()))]
 
 @patch
-def _steps(self:WindowLoader, todo, epoch, empty=np.empty):
-    "This rank's batches of a few steps, as numpy arrays"
+def _groups(self:WindowLoader, todo, epoch):
+    "This rank's samples of a few steps"
     plan,W = self.plan_of(epoch),self.world_size
     def one(k):
         mine = self._numbers(plan.share(k, self.rank, W, self.per_rank))
         if W==1: return mine
         rows = len(plan[k]) if self.per_rank else -(-len(plan[k])//W)
         return np.concatenate([mine, np.full(rows-len(mine), -1)]) if len(mine)<rows else mine
-    return self.make([one(k) for k in todo], epoch, rows=1)
+    return [one(k) for k in todo]
+
+@patch
+def _steps(self:WindowLoader, todo, epoch, empty=np.empty):
+    "This rank's batches of a few steps, as numpy arrays"
+    return self.make(self._groups(todo, epoch), epoch, rows=1)
 
 @patch
 def _bytes(self:WindowLoader)->int:
     return max(1, self.recs.sample_bytes()*self.batch_size//(1 if self.per_rank else self.world_size))
 
+_bunch_bytes = 1<<23 # of the batches that are made at a time
+
 @patch
-def _batches(self:WindowLoader, epoch, todo):
-    "The batches of the steps `todo`, as numpy arrays"
-    return one_by_one(self._steps(some, epoch) for some in bunches(todo, max(1, min(32, (1<<20)//self._bytes()))))
+def _batches(self:WindowLoader, epoch, todo, tensors=False):
+    "The batches of the steps `todo`"
+    return one_by_one(self.make(self._groups(some, epoch), epoch, 1, tensors=tensors) for some in bunches(todo, max(1, min(32, _bunch_bytes//self._bytes()))))
+
+@patch
+def batches(self:WindowLoader,
+    epoch:int=0,     # from 0
+    worker:int=0,    # from 0
+    n_workers:int=1, # number of workers
+    start:int=0,     # batch of the plan to begin with
+):
+    "Generate the batches that one worker builds in an epoch"
+    return self._batches(epoch, self.steps(epoch, start)[worker::n_workers], tensors=True)
 
 @patch
 def _usual_tokens(self:WindowLoader, epoch):
@@ -193,20 +198,13 @@ def _usual_tokens(self:WindowLoader, epoch):
 def __repr__(self:WindowLoader): return f'WindowLoader: epoch {self.epoch}, {self.plan_of(self.epoch)}\n{self.recs}'
 
 # %% ../nbs/30g_window_loader.ipynb #c71b1942
-def _data_key(self)->str: # 16 hexadecimal digits
-    "A hash of the number of samples and a spread of windows"
+@patch(as_prop=True)
+def data_key(self:WindowLoader)->str: # 16 hexadecimal digits
+    "A hash of all that the samples are: the windows' content, and what is read of it"
     if self._data is None:
-        w,s = self.recs.windows,self.recs
-        b = w.block(np.unique(np.linspace(0, max(len(w)-1, 0), min(len(w), 4096)).astype(np.int64)))
-        h = sha256(repr([len(s), len(w), w.width, list(s.inputs), list(s.targets)]).encode())
-        for v in (b.sequence_ids, b.subsequence_ids, b.start_item_positions, b.left_pad_lengths, b.split_start_item_positions, b.split_end_item_positions): h.update(np.ascontiguousarray(v, '<i8').tobytes())
-        for c in dict.fromkeys([*s.inputs, *s.targets]):
-            v = b.features[c]
-            h.update(np.ascontiguousarray(v, '<f4' if v.dtype.kind=='f' else '<i8').tobytes())
-        self._data = h.hexdigest()[:16]
+        s = self.recs
+        self._data = content_hash([len(s), list(s.inputs), list(s.targets), s.windows.content_key([*s.inputs, *s.targets])])[:16]
     return self._data
-
-WindowLoader.data_key = property(_data_key)
 
 # %% ../nbs/30g_window_loader.ipynb #f912a5a7
 def usual_view(

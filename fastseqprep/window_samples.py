@@ -98,6 +98,7 @@ class WindowSamples:
         if hide is not None and view.objective!='bert': raise ValueError(f"hide is given, but the objective is {view.objective}: hiding inputs is for objective 'bert'")
         self.starts = view.starts(windows.width, windows.facts['max_target_offset'])
         self.trigger = self._trigger_ids() if view.objective=='next_occurrence' else None
+        self.wanted = list(dict.fromkeys([*self.inputs, *self.targets, *([] if self.trigger is None else [view.trigger[0]])])) # features that are read
         self.offsets,self.first = self._count() if view.window_stride else (None,None)
         self.n = len(windows)*len(self.starts) if self.offsets is None else int(self.offsets[-1])
 
@@ -195,11 +196,11 @@ def _out(self:WindowSamples, v):
     return v if t is None or v.dtype==t else v.astype(t)
 
 @patch
-def _pairs(self:WindowSamples, rows, starts)->tuple: # inputs, targets, which targets have a trigger value
+def _pairs(self:WindowSamples, w, rows, starts)->tuple: # inputs, targets, which targets have a trigger value
     "Input and target pieces of some windows; what is both is gathered once"
-    C,o,w = self.view.context_length,self.view.target_offset,self.windows
+    C,o = self.view.context_length,self.view.target_offset
     inputs,targets,hit = {},{},None
-    for c in dict.fromkeys([*self.inputs, *self.targets, *([self.view.trigger[0]] if self.trigger is not None else [])]):
+    for c in self.wanted:
         i,t = c in self.inputs,c in self.targets or (self.trigger is not None and c==self.view.trigger[0])
         both = self._out(w.take(c, rows, starts if i else starts+o, C+o if i and t else C))
         if i: inputs[c] = both[:,:C]
@@ -229,20 +230,21 @@ def _batch(self:WindowSamples, samples, epoch):
     v,w = self.view,self.windows
     window,starts = self.locate(samples)
     rows = window if w.order is None else w.order[window]
+    w = w.taken(rows, self.wanted, starts)
     c = {k: w.coordinate(k, rows) for k in coordinate_names if k!='subsequence_ids'}
     first,pad = c['start_item_positions'],c['left_pad_lengths']
     attention,valid = view_masks(pad, c['split_start_item_positions']-first, c['split_end_item_positions']-first, starts, v)
-    inputs,targets,hit = self._pairs(rows, starts)
+    inputs,targets,hit = self._pairs(w, rows, starts)
     targets,loss = objective_targets(v, targets, valid, hit)
     res = {}
     if v.prediction_length is not None and v.prediction_length<v.context_length:
         loss = loss.copy() if loss is valid else loss
         loss[:,:-v.prediction_length] = False
     if self.hide is not None:
-        inputs,res['bert_mask'] = self.hide(inputs, attention, c['sequence_ids'], first+starts, epoch, w.facts['n_classes'])
+        inputs,res['bert_mask'] = self.hide(inputs, attention, c['sequence_ids'], first+starts, epoch, self.windows.facts['n_classes'])
         loss = loss & res['bert_mask']
     elif loss is valid: loss = valid.copy()
-    depth = {f'depth_valid_mask:{k}': w.take(k, rows, starts, v.context_length, mask=True) for k in w.blocks[0].depth_masks}
+    depth = {f'depth_valid_mask:{k}': w.take(k, rows, starts, v.context_length, mask=True) for k in self.windows.blocks[0].depth_masks}
     return {**{f'inputs/{k}': x for k,x in inputs.items()}, **{f'targets/{k}': x for k,x in targets.items()}, 'attention_valid_mask': attention, 'target_valid_mask': valid, **depth, **res,
             'loss_mask': loss, 'sequence_id': c['sequence_ids'], 'item_position': first+starts}
 
@@ -289,7 +291,7 @@ def curriculum(self:WindowSamples,
     w = self.windows
     have = w.blocks[0].sample_positions
     if column not in have: raise ValueError(f"{w.path} has no curriculum column {column!r}; it has {', '.join(have) or 'none'}: name it in curriculum_column when preprocessing")
-    v = np.concatenate([np.zeros(0, np.int64), *(w._by_block(rows, lambda b,r,_: b.sample_positions[column].take(r), (), np.int64) for rows in w._chunks())])
+    v = np.concatenate([np.zeros(0, np.int64), *(w._by_block(rows, lambda b,r,_: b.sample_positions[column][r], (), np.int64) for rows in w._chunks())])
     return v.repeat(len(self.starts) if self.offsets is None else np.diff(self.offsets))
 
 @patch(as_prop=True)

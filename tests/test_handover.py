@@ -53,3 +53,21 @@ def test_shared_memory_is_given_back(shards):
         del dl, batches
         gc.collect()
     assert not {o for o in set(os.listdir('/dev/shm'))-before if f'_{os.getpid()}_' in o}
+
+
+@pytest.mark.parametrize('how', [None, 'spawn'])
+def test_plans_of_persistent_workers_are_those_of_the_epoch(tmp_path, how):
+    "Whatever epoch is asked for next, and wherever the one before was left"
+    shards = write_shards(tmp_path/'shards', (60, 1, 17, 2))
+    make = lambda **kw: pragma_dl(shards, max_tokens=500, shuffle=True, mask=True, seed=3, **kw)
+    alone = make()
+    want = {e: [(b['uids'], b['event_labels'].tolist()) for b in alone.dataset.batches(e)] for e in range(9)}
+    dl = make(num_workers=2, persistent_workers=True, timeout=120, multiprocessing_context=how)
+    for epoch, taken in (0, None), (1, 3), (2, 1), (7, None), (8, 2), (1, None), (0, 4), (0, None), (5, 3), (6, None):
+        dl.set_epoch(epoch)
+        got = [(b['uids'], b['event_labels'].tolist()) for b, _ in zip(dl, range(10**6 if taken is None else taken))]
+        assert got == (want[epoch] if taken is None else want[epoch][:taken]), epoch
+    state = dl.state_dict()
+    again = make(num_workers=2, persistent_workers=True, timeout=120, multiprocessing_context=how)
+    again.load_state_dict(state)
+    assert again.epoch == 7 and [b['uids'] for b in again] == [u for u, _ in want[7]]
