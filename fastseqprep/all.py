@@ -29,6 +29,7 @@ from .split import *
 from .window import *
 from .templates import *
 from .text_tokenizer import *
+from .fast_encoder import *
 from .pieces import *
 from .sections import *
 from .text_config import *
@@ -44,18 +45,26 @@ from .resume import *
 from .payload import *
 from .blocks import *
 from .blockfiles import *
+from .token_store import *
 from .metadata import *
 from .runner import *
 from .spill import *
 from .histories import *
 from .chunks import *
 from .sample import *
+from .text_input import *
 from .keys import *
 from .config import *
 from .depth import *
 from .columns import *
 from .prepare import *
 from .preprocess import *
+from .text_encode import *
+from .text_shards import *
+from .text_pipeline import *
+from .preview import *
+from .text_export import *
+from .raw_text import *
 from .encoder import *
 from .show_windows import *
 from .events import *
@@ -66,6 +75,7 @@ from .batch import *
 from .loader import *
 from .inspect import *
 from .table_command import *
+from .text_command import *
 if _find_spec('torch'):
     from fastseqprep.dataset import *
     from fastseqprep.handover import *
@@ -74,9 +84,12 @@ if _find_spec('torch'):
     from fastseqprep.window_samples import *
     from fastseqprep.span_mask import *
     from fastseqprep.window_loader import *
+    from fastseqprep.text_data import *
+    from fastseqprep.text_loader import *
 if _find_spec('fastai'):
     from fastseqprep.learner import *
     from fastseqprep.checkpoints import *
     from fastseqprep.window_dls import *
+    from fastseqprep.text_dls import *
 
 __all__ = [o for o in globals() if not o.startswith('_')]

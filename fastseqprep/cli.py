@@ -14,6 +14,7 @@ from inspect import Parameter, signature
 from fastcore.docments import docments
 from . import __version__
 from .table_command import preprocess_command
+from .text_command import preview_command, text_command
 
 # %% ../nbs/50_cli.ipynb #feb458dd
 class UsageError(ValueError):
@@ -229,7 +230,7 @@ def demo(
     print(f'{time.perf_counter()-start:.0f} seconds')
 
 # %% ../nbs/50_cli.ipynb #784a4481
-commands = dict(demo=demo, preprocess=preprocess_command, inspect=inspect_path, verify=verify)
+commands = dict(demo=demo, preprocess=preprocess_command, text=text_command, preview=preview_command, inspect=inspect_path, verify=verify)
 
 def make_parser(
     debug=argparse.SUPPRESS, # value of `--debug` where it is not given
@@ -286,7 +287,7 @@ def main(
     except Exception as e:
         if '--debug' in args: raise
         print(f'fastseqprep: {_one_line(e)}' + ("; see 'fastseqprep --help'" if isinstance(e, UsageError) else ''), file=sys.stderr)
-        return getattr(e, 'exit_code', 1 if command=='preprocess' else 2)
+        return getattr(e, 'exit_code', 1 if command in ('preprocess','text','preview') else 2)
 
 
 if __name__=='__main__' and not hasattr(sys, 'ps1') and sys.argv[0]==globals().get('__file__'): sys.exit(main())

@@ -107,7 +107,7 @@ class JobKeys(Rule):
     tokenizer_path: str|None = Field(None, description='Folder of the tokenizer.')
 
 ASTRAI = dict(render='message', train_span='turn', bos='first', trim_blocks=False, types='lenient', blank_elements='drop', untrained='keep',
-              seq_truncation='keep_start', on_error='skip', mask_dtype='int32', value_dtype='int32')
+              seq_truncation='keep_start', on_error='skip', mask_dtype='int32', value_dtype='int32', split_turns=True)
 
 # %% ../nbs/18_text_config.ipynb #b28134b0
 class TextConfig(JobKeys, RecordKeys, RenderKeys):

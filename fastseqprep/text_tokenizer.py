@@ -6,7 +6,7 @@
 __all__ = ['TextTokenizer', 'bad_text']
 
 # %% ../nbs/07b_text_tokenizer.ipynb #df320d55
-import json, os, unicodedata
+import functools, json, os, unicodedata
 from itertools import chain
 from pathlib import Path
 import numpy as np
@@ -42,6 +42,24 @@ def _templates(folder, config):
     return {**res, **{k:v.read_text(encoding='utf-8') for k,v in files.items() if v.exists()}}
 
 # %% ../nbs/07b_text_tokenizer.ipynb #439157bc
+class _Opened:
+    "What a tokenizer.json holds: twice the tokenizer, with and without what adds special tokens, its vocabulary, and a hash"
+    def __init__(self, state):
+        state |= dict(truncation=None, padding=None)
+        if state['model'].get('dropout'): state['model']['dropout'] = None
+        self.full = self.bare = Tokenizer.from_str(json.dumps(state))
+        if state.get('post_processor'): self.bare = Tokenizer.from_str(json.dumps({**state, 'post_processor':None})) # it may also take blanks out of offsets
+        self.hash = content_hash(state)
+        self.added = dict(self.full.get_added_tokens_decoder())
+        self.vocab = self.full.get_vocab(with_added_tokens=True)
+        self.n_ids = max(self.vocab.values(), default=-1)+1 # ids are below this
+        self.widths,self.composed = _byte_widths(state, self),state.get('normalizer') is not None
+        self.native = {} # what faster encoders have made of it
+
+@functools.lru_cache(maxsize=2)
+def _open_bytes(data): return _Opened(json.loads(data.decode('utf-8-sig')))
+
+# %% ../nbs/07b_text_tokenizer.ipynb #9e3da082
 class TextTokenizer:
     "A model's tokenizer with its special tokens and chat templates"
     def __init__(self,
@@ -50,30 +68,32 @@ class TextTokenizer:
         path = Path(os.path.expanduser(os.fspath(path)))
         file,self.folder = (path,path.parent) if path.is_file() else (path/'tokenizer.json',path)
         if not file.exists(): raise FileNotFoundError(f"{file} does not exist: a tokenizer is a folder with tokenizer.json, or that file")
-        self.path,state = path,_read_json(file)
-        if 'model' not in state: raise ValueError(f"{file} is not a tokenizer of Hugging Face's tokenizers: it has no 'model'")
-        state |= dict(truncation=None, padding=None)
-        if state['model'].get('dropout'): state['model']['dropout'] = None
+        self.path = path
         alone = path.is_file() and path.name!='tokenizer.json'
         config,more = ({},{}) if alone else (_read_json(self.folder/o) for o in ('tokenizer_config.json','special_tokens_map.json'))
         self.special_tokens,self.map_tokens = _special_tokens(config, more)
         self.templates = {} if alone else _templates(self.folder, config)
-        self._open(state)
+        self.encoder = None # encodes instead of `tokenizers`, where there is one
+        self._open(file)
 
-    def _open(self, state):
-        try: self.full = Tokenizer.from_str(json.dumps(state))
-        except Exception as e: raise ValueError(f"{self.path} cannot be opened as a tokenizer: {e}") from None
-        bare = {**state, 'post_processor':None} # it adds special tokens, and may take blanks out of offsets
-        self.bare = Tokenizer.from_str(json.dumps(bare))
-        self.hash = content_hash([state, self.special_tokens, self.map_tokens, self.templates])
-        self.added = {i:o for i,o in self.full.get_added_tokens_decoder().items()}
+    def _open(self, file):
+        data = file.read_bytes()
+        try: o = _open_bytes(data)
+        except Exception as e:
+            if 'model' not in _read_json(file): raise ValueError(f"{file} is not a tokenizer of Hugging Face's tokenizers: it has no 'model'") from None
+            raise ValueError(f"{self.path} cannot be opened as a tokenizer: {e}") from None
+        self.opened,self.full,self.bare,self.added,self.vocab,self.n_ids = o,o.full,o.bare,o.added,o.vocab,o.n_ids
+        self.hash = content_hash([o.hash, self.special_tokens, self.map_tokens, self.templates])
         self.ends = sorted({o.content for o in self.added.values() if o.special} | {*self.special_tokens.values()})
-        self.vocab = self.full.get_vocab(with_added_tokens=True)
-        self.n_ids = max(self.vocab.values(), default=-1)+1 # ids are below this
-        self._widths,self._composed = _byte_widths(state, self),state.get('normalizer') is not None
+        self._widths,self._composed = o.widths,o.composed
 
     def __repr__(self): return f"TextTokenizer({str(self.path)!r}): {len(self.vocab):,} tokens; {', '.join(f'{k} {v!r}' for k,v in self.special_tokens.items()) or 'no special tokens named'}; templates: {', '.join(self.templates) or 'none'}"
-    def __reduce__(self): return TextTokenizer,(self.path,)
+    def __reduce__(self): return _reopened,(self.path, *((self.encoder.name, self.encoder.why) if self.encoder else ()))
+
+def _reopened(path, encoder=None, why=''):
+    tok = TextTokenizer(path)
+    if encoder: tok.use(encoder).encoder.why = why
+    return tok
 
 # %% ../nbs/07b_text_tokenizer.ipynb #7776c70f
 def _parts(o):
@@ -135,13 +155,35 @@ def _ragged_ids(encodings):
     return Ragged(values, lengths_to_offsets(lengths))
 
 @patch
+def plain_encode(self:TextTokenizer,
+    texts,                # a list of texts
+    special:bool=False,   # add the special tokens that the tokenizer adds
+)->Ragged: # of int32, one row for each text
+    "Ids of texts by `tokenizers`, whichever encoder is in use"
+    if not len(texts): return Ragged(np.array([], np.int32), [0])
+    return _ragged_ids((self.full if special else self.bare).encode_batch_fast(list(texts), add_special_tokens=special))
+
+
+@patch
 def encode(self:TextTokenizer,
     texts,                # a list of texts
     special:bool=False,   # add the special tokens that the tokenizer adds
 )->Ragged: # of int32, one row for each text
     "Ids of texts"
-    if not len(texts): return Ragged(np.array([], np.int32), [0])
-    return _ragged_ids((self.full if special else self.bare).encode_batch_fast(list(texts), add_special_tokens=special))
+    return self.plain_encode(texts, special) if self.encoder is None else self.encoder.encode(texts, special)
+
+# %% ../nbs/07b_text_tokenizer.ipynb #deb85257
+@patch
+def use(self:TextTokenizer,
+    encoder, # an encoder, the name of one ('tokenizers' or 'fastokens'), or None
+)->TextTokenizer:
+    "Encode with an encoder from now on"
+    if isinstance(encoder, str):
+        from fastseqprep.fast_encoder import encoders
+        if encoder not in encoders: raise ValueError(f"there is no encoder {encoder!r}, expected {' or '.join(map(repr, encoders))}")
+        encoder = encoders[encoder](self)
+    self.encoder = encoder
+    return self
 
 # %% ../nbs/07b_text_tokenizer.ipynb #9de26fb9
 @patch

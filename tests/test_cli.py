@@ -118,7 +118,7 @@ def test_verify_without_a_manifest(made, tmp_path, capsys):
     assert code == 2 and 'no manifest.json' in err
 
 @pytest.mark.parametrize('args,words', [
-    (['dmeo'], "did you mean 'demo'?"), (['inspct', 'x'], "did you mean 'inspect'?"), (['frob'], 'demo, preprocess, inspect, verify'), (['demo', '--user', '3'], "did you mean '--users'?"),
+    (['dmeo'], "did you mean 'demo'?"), (['inspct', 'x'], "did you mean 'inspect'?"), (['frob'], 'demo, preprocess, text, '), (['demo', '--user', '3'], "did you mean '--users'?"),
     (['demo', '--users', 'many'], "invalid int value: 'many'"), (['verify'], 'FOLDER'), (['inspect', 'a', 'b'], "'b'"), (['--versoin'], "did you mean '--version'?"),
     (['verify', 'no/such/folder'], 'no/such/folder does not exist'), (['inspect', 'no/such.parquet'], 'does not exist')])
 def test_mistakes_are_told_in_one_line(args, words, capsys):

@@ -1,6 +1,7 @@
 """Whole conversations by well-known styles of chat templates: ids as `transformers` gives them, masks as a template's
 own `generation` blocks and as a slow look at every character give them. The templates are written down here by their rules."""
-import datetime as dt, functools, json, re
+import datetime as dt, functools, importlib.util, json, re
+from pathlib import Path
 import pytest
 from hypothesis import given, settings, strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -232,6 +233,107 @@ def test_as_transformers(folder, style, name, tools):
     assert [int(o) for o in got['loss_mask']]==list(want['assistant_masks'])
     hf.chat_template = plain_of(source)
     assert built(folder, plain_of(source), messages, tools, 'content')['sequence']==list(hf.apply_chat_template(messages, tools=tools, tokenize=True, return_dict=True)['input_ids'])
+
+# ---- one to five turns with and without system, tools and reasoning, against a slow look at every character
+
+OPEN,CLOSE = '\ue000','\ue001' # characters of which no text here has any
+def character_mask(source, messages, **kwargs):
+    "Text and mask of each character: the generation blocks write a character where they open and close, in the plainest of Jinja environments"
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    def stop(message): raise ValueError(message)
+    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    env.filters['tojson'] = lambda o, indent=None: json.dumps(o, ensure_ascii=False, indent=indent)
+    env.globals |= dict(raise_exception=stop, strftime_now=lambda f: dt.datetime.now().strftime(f))
+    signed = re.sub(r'\{%(-?) *(end)?generation *(-?)%\}', lambda m: '{%'+m[1]+" if true %}{{ '"+(CLOSE if m[2] else OPEN)+"' }}{% endif "+m[3]+'%}', source)
+    out = env.from_string(signed).render(messages=messages, bos_token='<|begin|>', eos_token='<|eos|>', add_generation_prompt=False, documents=None, **kwargs)
+    text,mask,inside = [],[],False
+    for c in out:
+        if c in (OPEN,CLOSE): inside = c==OPEN
+        else: text.append(c); mask.append(inside)
+    return ''.join(text),mask
+
+def slow_row(tok, text, mask):
+    "Ids, and for each token whether one of its characters is trained"
+    e = tok.bare.encode(text, add_special_tokens=False)
+    return e.ids,[any(mask[a:b]) for a,b in e.offsets]
+
+def long_talk(n, system, tools, reasoning):
+    "A conversation of n turns; with tools, every other answer comes after calls, the first after two at once"
+    res = [SYSTEM] if system else []
+    why = dict(reasoning_content='look\nthere') if reasoning else {}
+    for i in range(n):
+        asked,said = TALK[2*i:2*i+2]
+        res.append(asked)
+        if tools and i%2==0:
+            calls = [call('weather', city='Rome'), call('weather', city='Paris é')][:2-i//2]
+            res += [dict(role='assistant', content='', tool_calls=calls, **why), *(dict(role='tool', content='wide') for _ in calls)]
+        res.append({**said, **why})
+    return res
+
+@pytest.mark.parametrize('style', STYLES)
+def test_every_combination(folder, style):
+    source,records,oracle = STYLES[style],[],[]
+    for n in range(1, 6):
+        for system in False,True:
+            for tools in (False,True) if style in USES_TOOLS else (False,):
+                for reasoning in False,True: records.append(dict(messages=long_talk(n, system, tools, reasoning), **(dict(tools=TOOLS) if tools else {})))
+    for r in records:
+        text,mask = character_mask(source, plain_messages(r['messages']), tools=r.get('tools'), reasoning_effort='')
+        oracle.append(slow_row(opened(folder, source), text, mask))
+    assert all(any(m) and not all(m) for _,m in oracle)
+    for s,span in (source,'generation'),(source,'content'),(plain_of(source),'content'):
+        cfg = TextConfig.for_shape('chat', train_span=span, template_time=dt.datetime.now().isoformat(), template_kwargs=dict(reasoning_effort=''))
+        built = make_builder(cfg, opened(folder, s)).build(records)
+        assert not built.failed and not built.dropped
+        for i,want in enumerate(oracle):
+            got = built.record(i)
+            assert (got['sequence'], got['loss_mask'])==want, (span, records[i])
+
+@pytest.mark.parametrize('style', STYLES)
+def test_every_combination_as_transformers(folder, style):
+    pytest.importorskip('transformers')
+    hf = transformers_tokenizer(folder)
+    hf.chat_template = STYLES[style]
+    for n in range(1, 6):
+        for tools in (False,True) if style in USES_TOOLS else (False,):
+            messages = long_talk(n, True, tools, True)
+            want = hf.apply_chat_template(messages, tools=TOOLS if tools else None, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+            got = built(folder, STYLES[style], messages, TOOLS if tools else None, 'generation')
+            assert (got['sequence'], [int(o) for o in got['loss_mask']])==(list(want['input_ids']), list(want['assistant_masks']))
+
+def published_templates():
+    "Templates of models, where a package that brings them is installed"
+    spec = importlib.util.find_spec('trl')
+    return sorted(Path(spec.submodule_search_locations[0]).glob('chat_templates/*.jinja')) if spec and spec.submodule_search_locations else []
+
+def special_of(source): return sorted(set(re.findall(r'<[|｜][^<>\n|｜]{1,40}[|｜]>|<\w+_of_turn>', source)))
+
+@pytest.mark.parametrize('path', published_templates(), ids=lambda o: o.stem)
+def test_published(tmp_path, path):
+    "Templates as they are published: ids and, with generation blocks, masks as `transformers` gives them; without, the answers' text is trained"
+    transformers = pytest.importorskip('transformers')
+    source = path.read_text(encoding='utf-8')
+    tk = train_tokenizer(True)
+    tk.add_special_tokens([AddedToken(o, special=True, normalized=False) for o in special_of(source)])
+    tk.save(str(tmp_path/'tokenizer.json'))
+    (tmp_path/'tokenizer_config.json').write_text(json.dumps(dict(bos_token='<|begin|>', eos_token='<|eos|>', pad_token='<|pad|>')))
+    hf = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path/'tokenizer.json'), bos_token='<|begin|>', eos_token='<|eos|>', pad_token='<|pad|>')
+    hf.chat_template,tagged,compared = source,'endgeneration' in source,0
+    for name,messages in {**{o:TALKS[o] for o in ('1-turns','3-turns','5-turns','system','reasoning')}, 'tools':CALLED}.items():
+        tools = TOOLS if name=='tools' else None
+        try: want = hf.apply_chat_template(messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=tagged)
+        except Exception: continue # not every template knows systems, tools or plain text
+        got = built(tmp_path, source, messages, tools, 'generation' if tagged else 'content', preprocessing=dict(max_seq_len=10**6))
+        compared += 1
+        assert got['sequence']==list(want['input_ids'])
+        if tagged: assert [int(o) for o in got['loss_mask']]==list(want['assistant_masks'])
+        else:
+            trained = opened(tmp_path, source).bare.decode([t for t,m in zip(got['sequence'], got['loss_mask']) if m], skip_special_tokens=False)
+            at,text = 0,hf.apply_chat_template(messages, tools=tools, tokenize=False)
+            for m in messages: # those for pictures show text only in parts
+                if m['role']=='assistant' and m['content'] and m['content'].strip() in text: at = trained.index(m['content'].strip(), at)+1
+    if not compared: pytest.skip('renders none of these conversations')
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from([o for o in STYLES]), st.lists(st.text(alphabet='ab \n<|>im_end😀é文', max_size=12), min_size=2, max_size=8), st.booleans())
