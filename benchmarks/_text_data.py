@@ -1,6 +1,6 @@
 """The texts that `text.py` runs on, made with a seed from what ships with Python: sources, their docstrings, pydoc's topics.
 
-`documents(path, n)` are runs of lines of a source or topic, some 1,300 characters on average, the longest 20 times that; `chats(path, n)` are
+`documents(folder, n)` are runs of lines of a source or topic, some 3,000 characters on average, as pages of the web have, the longest 20 times that, in four files; `chats(folder, n)` are
 conversations of one to four questions, with answers out of docstrings and sources, some of them with a system message.
 `tokenizer(folder)` is a byte-level BPE of 32,000 tokens, trained on the same, that cuts words as Llama 3 does, with a ChatML template that
 says what the assistant wrote. All are made once and kept.
@@ -37,40 +37,43 @@ def documented(texts):
         except SyntaxError: continue
         lines = t.split('\n')
         for o in ast.walk(tree):
-            if isinstance(o, (ast.FunctionDef, ast.ClassDef)) and (doc := ast.get_docstring(o)) and len(doc) > 60: res.append((o.name, doc, '\n'.join(lines[o.lineno-1:o.end_lineno])[:1500]))
+            if isinstance(o, (ast.FunctionDef, ast.ClassDef)) and (doc := ast.get_docstring(o)) and len(doc) > 60: res.append((o.name, doc, '\n'.join(lines[o.lineno-1:o.end_lineno])[:2500]))
     return res
 
 
-def documents(path, n):
-    "A JSON line for each document"
-    if path.exists(): return path
+def documents(folder, n, parts=4):
+    "A JSON line for each document, in some files"
+    if (folder/'complete').exists(): return folder
+    folder.mkdir(parents=True, exist_ok=True)
     rng, files = np.random.default_rng(SEED), [t.split('\n') for t in sources()]
     p = np.array([len(f) for f in files], float)
     which = rng.choice(len(files), n, p=p/p.sum())
-    length = np.clip(rng.lognormal(3.2, .8, n), 3, 600).astype(int)
+    length = np.clip(rng.lognormal(4, .8, n), 3, 1500).astype(int)
     start = rng.random(n)
-    with open(path.with_suffix('.tmp'), 'w', encoding='utf-8') as f:
-        for i, (w, k, s) in enumerate(zip(which, length, start)):
-            lines = files[w]
-            at = int(s*max(1, len(lines)-k))
-            f.write(json.dumps(dict(id=f'd{i}', text='\n'.join(lines[at:at+k])), ensure_ascii=False)+'\n')
-    path.with_suffix('.tmp').rename(path)
-    return path
+    for part in range(parts):
+        with open(folder/f'part-{part}.jsonl', 'w', encoding='utf-8') as f:
+            for i in range(n*part//parts, n*(part+1)//parts):
+                lines, k = files[which[i]], length[i]
+                at = int(start[i]*max(1, len(lines)-k))
+                f.write(json.dumps(dict(id=f'd{i}', text='\n'.join(lines[at:at+k])), ensure_ascii=False)+'\n')
+    (folder/'complete').touch()
+    return folder
 
 
-def chats(path, n):
+def chats(folder, n):
     "A JSON line for each conversation"
-    if path.exists(): return path
+    if (folder/'complete').exists(): return folder
+    folder.mkdir(parents=True, exist_ok=True)
     rng, known = np.random.default_rng(SEED), documented(sources())
-    with open(path.with_suffix('.tmp'), 'w', encoding='utf-8') as f:
+    with open(folder/'part-0.jsonl', 'w', encoding='utf-8') as f:
         for i in range(n):
             messages = [dict(role='system', content=f'You answer questions about Python. Today is day {i%366}.')] if rng.random() < .3 else []
             for j in rng.integers(len(known), size=rng.integers(1, 5)):
                 name, doc, source = known[j]
-                messages += [dict(role='user', content=QUESTIONS[rng.integers(len(QUESTIONS))].format(name)), dict(role='assistant', content=f'{doc}\n\n```python\n{source}\n```' if rng.random() < .4 else doc)]
+                messages += [dict(role='user', content=QUESTIONS[rng.integers(len(QUESTIONS))].format(name)), dict(role='assistant', content=f'{doc}\n\n```python\n{source}\n```' if rng.random() < .6 else doc)]
             f.write(json.dumps(dict(id=f'c{i}', messages=messages), ensure_ascii=False)+'\n')
-    path.with_suffix('.tmp').rename(path)
-    return path
+    (folder/'complete').touch()
+    return folder
 
 
 def tokenizer(folder, size=32_000):

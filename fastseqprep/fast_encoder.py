@@ -184,7 +184,7 @@ def choose_encoder(
         why = _awkward_reason(tok, res) or (_reason_against(tok, res, texts) if texts else None)
     except (ImportError,ValueError) as e: why = str(e)
     if why is None:
-        res.why = f'fastokens {_version()} gives the ids of tokenizers {version("tokenizers")} on {len(texts):,} texts of the data and {len(awkward_texts(tok)):,} awkward ones'
+        res.why = f'fastokens {_version()} gives the ids of tokenizers {version("tokenizers")} on {"texts of the data and " if texts else ""}awkward texts'
         return res
     if fast is True: raise ValueError(f"fast is True, but {why}; or set it to 'auto'")
     return PlainEncoder(tok, why)

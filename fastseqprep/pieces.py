@@ -155,14 +155,14 @@ def _by_rows(p, tokens, weights, turns, inside, first, n, eos):
 @patch
 def place(self:Pieces)->tuple:
     "A place to come back to"
-    return len(self.rows),len(self.spans),len(self.turns),[len(o) for o in self.given]
+    return len(self.rows),len(self.spans),len(self.turns),*map(len, self.given)
 
 @patch
 def back_to(self:Pieces,
     place, # that `place` gave
 ):
     "Take back all that was added since"
-    n,s,t,given = place
+    n,s,t,*given = place
     for o in (self.kinds,self.rows,self.weights): del o[n:]
     del self.spans[s:], self.turns[t:]
     for o,k in zip(self.given, given): del o[k:]

@@ -109,7 +109,7 @@ def _add_chat(self:SourceBuilder, pieces, row, section, messages, record):
     "Add a conversation's pieces"
     cfg = self.cfg
     for i,m in enumerate(messages):
-        if not isinstance(m, Mapping): raise RecordError('wrong type', f"message {i} of field {section.field!r} is {short_repr(m)}, expected an object with role and content")
+        if type(m) is not dict and not isinstance(m, Mapping): raise RecordError('wrong type', f"message {i} of field {section.field!r} is {short_repr(m)}, expected an object with role and content")
     weights = message_weights(messages, section.action, cfg.mask, cfg.mask_default)
     if not self.weighted and (odd := [w for w in weights if w not in (0,1)]):
         raise RecordError('wrong type', f"field {section.field!r} has a message of weight {odd[0]:g}, which {self.mask_name} cannot hold; set output.dtype.{self.mask_name} to float32")
@@ -146,7 +146,7 @@ def _add_record(self:SourceBuilder, pieces, row, record):
             if isinstance(value, list) and value: self._add_chat(pieces, row, s, value, record)
             continue
         text = text_of(value, s.field, lenient)
-        if not text.strip(): continue
+        if not text or text.isspace(): continue
         if self.filtered and not limits.min_chars<=len(text)<=limits.max_chars:
             why = 'too short' if len(text)<limits.min_chars else 'too long'
             continue

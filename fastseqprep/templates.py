@@ -97,21 +97,24 @@ class _Mark(str):
 
 class _Run:
     "What one rendering has used and seen"
-    def __init__(self, messages): self.ids,self.steps,self.end = {id(o):i for i,o in enumerate(messages)},0,time.monotonic()+LIMITS['seconds']
+    def __init__(self, messages): self.ids,self.steps,self.end,self.marks = {id(o):i for i,o in enumerate(messages)},0,time.monotonic()+LIMITS['seconds'],{}
 
-    def step(self):
-        self.steps += 1
+    def check(self):
         if self.steps>LIMITS['steps']: raise TemplateError(f"takes more than {LIMITS['steps']:,} steps")
-        if self.steps%256==0 and time.monotonic()>self.end: raise TemplateError(f"takes more than {LIMITS['seconds']} seconds")
+        if time.monotonic()>self.end: raise TemplateError(f"takes more than {LIMITS['seconds']} seconds")
 
 _RUN = ' run' # with a blank: no template can name it
 
 @pass_context
 def _step(context, value, kind):
-    run = context[_RUN]
-    run.step()
-    res = _Mark()
-    res.kind,res.message = kind,run.ids.get(id(value))
+    run = context.parent[_RUN]
+    run.steps += 1
+    if run.steps%256==0 or run.steps>LIMITS['steps']: run.check()
+    key = kind,run.ids.get(id(value))
+    res = run.marks.get(key)
+    if res is None:
+        res = run.marks[key] = _Mark()
+        res.kind,res.message = key
     return res
 
 def _mark(kind, name=None):
@@ -221,9 +224,10 @@ def plain_messages(
     "A conversation as templates get it"
     res = []
     for i,m in enumerate(messages):
-        if not isinstance(m, Mapping): raise TemplateError(f"message {i} is {type(m).__name__} {str(m)[:40]!r}, expected an object with role and content")
-        m = {k:_plain(v) for k,v in m.items() if v is not None}
-        why = next((m[o] for o in _REASONING if o in m), None)
+        if type(m) is not dict and not isinstance(m, Mapping): raise TemplateError(f"message {i} is {type(m).__name__} {str(m)[:40]!r}, expected an object with role and content")
+        if type(m) is dict and {*map(type, m.values())}=={str}: m = m.copy() # by far the most
+        else: m = {k:_plain(v) for k,v in m.items() if v is not None}
+        why = None if m.keys().isdisjoint(_REASONING) else next(m[o] for o in _REASONING if o in m)
         res.append(m if why is None else {'thinking':why, **m, 'reasoning_content':why})
     return res
 

@@ -21,6 +21,7 @@ from .store import has_manifest, read_manifest
 from .text_data import TextDataset
 from .text_loader import TextLoader, as_text_data
 from .text_tokenizer import TextTokenizer
+from .token_store import TokenStore
 
 # %% ../nbs/32c_text_dls.ipynb #b2770220
 _asked = 'target_ids','loss_mask','loss_weight','sample'
@@ -100,9 +101,10 @@ class _Make:
 def _sides(path, valid):
     "What to train on and what to validate on, and their parts"
     if valid is not None: return (path, None), (valid, None)
-    store_path = getattr(path, 'path', path)
-    parts = read_manifest(store_path).facts.get('parts', []) if not isinstance(path, TextDataset) and has_manifest(store_path) else []
-    if not {'train','validation'}<=set(parts): raise ValueError(f"{store_path} has no parts to train and to validate on: write it with validation in the configuration, or give another set as valid")
+    opened = isinstance(path, (TextDataset,TokenStore))
+    folder = path if opened else getattr(path, 'path', path)
+    parts = [] if opened or not has_manifest(folder) else read_manifest(folder).facts.get('parts', [])
+    if not {'train','validation'}<=set(parts): raise ValueError(f"{getattr(folder, 'path', folder)} has no parts to train and to validate on: write it with validation in the configuration and give its folder, or give another set as valid")
     return (path, 'train'), (path, 'validation')
 
 @delegates(TextLoader)

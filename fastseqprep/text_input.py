@@ -10,6 +10,8 @@ import glob, gzip, json, os
 from pathlib import Path
 from typing import NamedTuple
 
+from pydantic_core import from_json
+
 from .files import *
 from .pieces import RecordError
 
@@ -141,6 +143,8 @@ def _parsed(line):
     "The record in a line, an error, or None for a blank line"
     line = line.strip()
     if not line: return None
+    try: return from_json(line, cache_strings='keys') # twice as quick as json, and says less about what is wrong
+    except ValueError: pass
     try: return json.loads(line.decode('utf-8'))
     except UnicodeDecodeError as e: return RecordError('bad text', f'the line is not UTF-8: byte 0x{line[e.start]:02x} at place {e.start}')
     except json.JSONDecodeError as e: return RecordError('not JSON', f'the line is not JSON: {e.msg} at character {e.pos}')

@@ -244,7 +244,9 @@ def as_text_data(
         if train_type not in (None, what.train_type) or any(v is not None for v in kwargs.values()): raise ValueError(f"samples for {what.train_type} are made already: give what they should be to TextDataset.load")
         return what
     kwargs = {k:v for k,v in kwargs.items() if v is not None}
-    if isinstance(what, TokenStore): return TextDataset.load(train_type, store=what, **kwargs)
+    if isinstance(what, TokenStore):
+        if bad := [k for k in ('part','domains') if k in kwargs]: raise ValueError(f"{bad[0]} is chosen when a store is opened: give it to TokenStore, or give the path")
+        return TextDataset.load(train_type, store=what, **kwargs)
     if hasattr(what, 'store'): return TextDataset.load(train_type, store=what.store(kwargs.pop('part', None), kwargs.pop('domains', None)), **kwargs)
     return TextDataset.load(train_type, what, **kwargs)
 

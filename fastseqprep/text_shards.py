@@ -74,7 +74,9 @@ def turn_lengths(self:EncodedRecords,
     "Lengths of the turns of some records"
     name = f'{self.primary}/turns'
     if name not in self.parts[0].arrays: return None
-    return Ragged.concat([Ragged(p.arrays[name], p.arrays[f'{self.primary}/turn_offsets']) for p in self.parts]).take(records)
+    res = Ragged.concat([Ragged(p.arrays[name], p.arrays[f'{self.primary}/turn_offsets']) for p in self.parts]).take(records)
+    some = res.values>0                                        # turns of which a cut left nothing are none
+    return Ragged(res.values[some], np.append(0, np.cumsum(some))[res.offsets])
 
 # %% ../nbs/19d_text_shards.ipynb #fde0a4be
 def first_of_equals(

@@ -53,7 +53,7 @@ def encoder(style): return choose_encoder(tokenizer(style), corpus(), True)
 @pytest.mark.parametrize('style', STYLES)
 def test_used_and_equal(style):
     tok,enc = tokenizer(style),encoder(style)
-    assert enc.name=='fastokens' and '6 texts of the data' in enc.why
+    assert enc.name=='fastokens' and 'on texts of the data and awkward texts' in enc.why
     texts = corpus()+awkward_texts(tok)+[''.join(corpus())*3]
     for special in (False,True): assert enc.encode(texts, special)==tok.plain_encode(texts, special)
 
@@ -176,3 +176,51 @@ def test_settings_are_left_out(tmp_path):
     tok = TextTokenizer(tmp_path)
     enc = choose_encoder(tok, corpus(), True)
     assert enc.encode(corpus())==tokenizer('gpt2').plain_encode(corpus())
+
+# The job: what is written never depends on the encoder
+
+def job(where, name, data, tok, **kwargs):
+    from fastseqprep.text_config import TextConfig
+    from fastseqprep.text_pipeline import TextPipeline
+    cfg = TextConfig.for_shape('pretrain', preprocessing=dict(min_chars=0, packing_strategy='bfd', max_packed_len=256), validation=.1, dedupe=True)
+    return TextPipeline(cfg, data, where/name, tok.path, progress=False, **kwargs).run()
+
+def written(res): return {o.relative_to(res.path).as_posix():o.read_bytes() for o in sorted(Path(res.path).rglob('*')) if o.is_file() and o.name!='manifest.json'}
+def facts(res): return {k:v for k,v in res.facts.items() if k!='tokenizer'}
+
+@pytest.fixture
+def data(tmp_path):
+    rng,lines = random.Random(1),[o for t in corpus() for o in t.split('\n') if o.strip()]
+    texts = ['\n'.join(rng.choices(lines, k=rng.randint(1,12))) for _ in range(400)]+[f'a zebra with {i} stripes' for i in range(1500)]
+    path = tmp_path/'data.jsonl'
+    path.write_text('\n'.join(json.dumps(dict(text=t)) for t in texts))
+    return path
+
+def test_job(tmp_path, data):
+    tok = tokenizer('qwen')
+    plain,fast,auto,there = (job(tmp_path, str(i), data, tok, **o) for i,o in enumerate([dict(fast=False), dict(fast=True), {}, dict(fast=True, n_workers=1)]))
+    assert written(plain)==written(fast)==written(auto)==written(there) and len(written(plain))>4
+    assert facts(plain)==facts(fast)==facts(auto)==facts(there)
+    assert plain.facts['tokenizer']['encoder']=='tokenizers' and plain.facts['tokenizer']['why']=='fast is False'
+    assert fast.facts['tokenizer']==auto.facts['tokenizer']==there.facts['tokenizer'] and fast.facts['tokenizer']['encoder']=='fastokens'
+    assert fast.manifest.fitted_hash==plain.manifest.fitted_hash and fast.manifest.config_hash==plain.manifest.config_hash
+    job(tmp_path, '1', data, tok, fast=False) # it is done, whichever encoder is asked for
+
+def test_job_begins_again(tmp_path, data, monkeypatch):
+    "A difference that shows only in the middle of the work costs time, and no id"
+    tok = tokenizer('qwen')
+    want = job(tmp_path, 'plain', data, tok, fast=False)
+    monkeypatch.setattr('fastseqprep.text_pipeline.sample_of', lambda *args: ['a horse'])
+    monkeypatch.setattr(FastEncoder, 'raw', odd('zebra'))
+    res = job(tmp_path, 'auto', data, tok)
+    assert res.facts['tokenizer']['encoder']=='tokenizers' and 'zebra' in res.facts['tokenizer']['why']
+    assert written(res)==written(want) and facts(res)==facts(want)
+    with pytest.raises(EncoderDiffers, match='set fast to False'): job(tmp_path, 'true', data, tok, fast=True)
+    with pytest.raises(ValueError, match="fast is 'no', expected"): job(tmp_path, 'no', data, tok, fast='no')
+
+def test_sample_is_seeded(data):
+    from fastseqprep.text_input import input_splits, list_inputs
+    from fastseqprep.text_pipeline import sample_of
+    splits = input_splits(list_inputs(data), 4000)
+    assert sample_of(splits, 1)==sample_of(splits, 1)!=sample_of(splits, 2)
+    assert sample_of(input_splits(list_inputs(data)))

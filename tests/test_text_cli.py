@@ -1,4 +1,4 @@
-"""`fastseqprep text`: exit codes as recorded, one line for an error."""
+"""`fastseqprep text` and `fastseqprep preview`: exit codes as recorded, one line for an error."""
 import json
 from pathlib import Path
 import pytest
@@ -45,3 +45,61 @@ def test_exit_codes(place, capsys, line, code, words):
 def test_help(capsys):
     with pytest.raises(SystemExit) as e: main(['text','--help'])
     assert not e.value.code and '--tokenizer_path' in capsys.readouterr().out
+
+# ---- preview
+
+@pytest.fixture
+def shards(place, capsys):
+    packed = {**GOOD, 'preprocessing':dict(min_chars=1, packing_strategy='bfd', max_packed_len=32)}
+    (place/'packed.json').write_text(json.dumps(packed))
+    for c,out in ('c.json','plain'),('packed.json','packed'): assert main(f'text a.jsonl b.jsonl -o {out} -c {c} --tokenizer_path tok --quiet'.split())==0
+    assert capsys.readouterr()==('','')
+    return place
+
+@pytest.mark.parametrize('line,words', [
+    ('preview c.json a.jsonl --tokenizer_path tok', ['a.jsonl:1','«Hello to everyone.»']),
+    ('preview c.json a.jsonl b.jsonl --record 1 --tokenizer_path tok', ['b.jsonl:1','«Hello.»']),
+    ('preview c.json inputs --tokenizer-path tok', ['inputs/a.jsonl:1','«Hello to everyone.»']),
+    ('preview plain --tokenizer_path tok', ['record 0 of 2','«Hello to everyone.»']),
+    ('preview plain --record 1 --tokenizer_path tok', ['record 1 of 2','«Hello.»']),
+    ('preview plain/__default__/shard_0000 --record 1 --tokenizer_path tok', ['record 1 of 2','«Hello.»']),
+    ('preview packed --bin 0 --tokenizer_path tok', ['bin 0 of 1','record 0','record 1']),
+    ('preview plain --max_tokens 3 --tokenizer_path tok', ['are not shown'])])
+def test_preview(shards, capsys, line, words):
+    assert main(line.split())==0
+    out,err = capsys.readouterr()
+    assert err=='' and all(o in out for o in words) and '\x1b' not in out
+
+@pytest.mark.parametrize('line,code,words', [
+    ('preview', 2, 'CONFIG|SHARDS'),
+    ('preview nothing --tokenizer_path tok', 2, 'nothing does not exist'),
+    ('preview c.json --tokenizer_path tok', 2, 'give a file of records after it'),
+    ('preview c.json none.jsonl --tokenizer_path tok', 2, 'none.jsonl does not exist'),
+    ('preview c.json a.jsonl', 2, 'params does not exist'),
+    ('preview plain', 2, 'params does not exist'),
+    ('preview plain a.jsonl --tokenizer_path tok', 2, 'shown without a.jsonl'),
+    ('preview c.json a.jsonl --bin 0 --tokenizer_path tok', 2, 'for folders of shards'),
+    ('preview plain --bin 0 --record 1 --tokenizer_path tok', 2, 'not allowed with'),
+    ('preview plain --record x --tokenizer_path tok', 2, 'expected 0 or more'),
+    ('preview plain --record -1 --tokenizer_path tok', 2, '--record'),
+    ('preview plain --recrod 1 --tokenizer_path tok', 2, 'did you mean'),
+    ('preview broken.json a.jsonl --tokenizer_path tok', 1, 'broken.json'),
+    ('preview refused.json a.jsonl --tokenizer_path tok', 1, 'max_seq_len'),
+    ('preview c.json bad.jsonl --tokenizer_path tok', 1, 'bad.jsonl:1'),
+    ('preview c.json broken.json --tokenizer_path tok', 1, 'broken.json'),
+    ('preview c.json a.jsonl --record 1 --tokenizer_path tok', 1, 'there is no record 1'),
+    ('preview c.json a.jsonl --tokenizer_path empty', 1, 'tokenizer.json does not exist'),
+    ('preview plain --record 2 --tokenizer_path tok', 1, 'there is no record 2'),
+    ('preview plain --bin 0 --tokenizer_path tok', 1, 'no bins'),
+    ('preview plain --part train --tokenizer_path tok', 1, 'train'),
+    ('preview plain --domain x --tokenizer_path tok', 1, "no domain 'x'"),
+    ('preview inputs --tokenizer_path tok', 1, 'no token shards')])
+def test_preview_errors(shards, capsys, line, code, words):
+    assert main(line.split())==code
+    out,err = capsys.readouterr()
+    assert out=='' and words in err and len(err.strip().splitlines())==1 and 'Traceback' not in err
+
+def test_preview_looks_without_writing(shards):
+    before = sorted((o.relative_to(shards), o.stat().st_mtime_ns) for o in shards.rglob('*'))
+    for line in 'preview c.json a.jsonl --tokenizer_path tok','preview packed --bin 0 --tokenizer_path tok': main(line.split())
+    assert sorted((o.relative_to(shards), o.stat().st_mtime_ns) for o in shards.rglob('*'))==before
