@@ -297,3 +297,9 @@ def test_no_loop_over_rows(tmp_path):
     assert len(calls)<300
     dl = TextLoader(ds, 16_384, shuffle=True)
     assert sum(len(b['input_ids']) for b in dl)==o[-1]
+
+def test_passes_are_in_random_orders():
+    "A part of a pass is a random part, another one for another pass, seed or stream"
+    some = [stream_places(100, a, a+40, seed, stream).tolist() for a,seed,stream in ((0,0,8),(100,0,8),(0,1,8),(0,0,9))]
+    assert len(set(map(tuple, some)))==4 and all(o!=sorted(o) and max(o)>60 for o in some)
+    assert stream_places(100, 0, 40, 0, 8).tolist()==some[0]
