@@ -112,7 +112,7 @@ def main():
     p.add_argument('--caps', type=int, nargs='+', default=[2048, 8192], help='tokens that a bin holds')
     p.add_argument('--repeats', type=int, default=3, help='rounds in which each way has its turn')
     p.add_argument('--quick', action='store_true', help='one round of 100,000 rows')
-    p.add_argument('--results', type=Path, help='markdown file to write')
+    p.add_argument('--results', type=Path, default=Path(__file__).parent/'RESULTS-pack.md', help='markdown file to write, but by --quick')
     p.add_argument('--one', help=argparse.SUPPRESS)
     a = p.parse_args()
     if a.one: return print(json.dumps(one(json.loads(a.one))))
@@ -138,7 +138,7 @@ def main():
     text = f'# Packing\n\nMade by `benchmarks/pack.py` on {date.today()}; {machine()}; {a.repeats} rounds, medians.{note} Each run is a fresh process; all ways make the same plan.\n\n' + \
         table(['lengths', 'bins', 'fill', *(f'{w} s' for w in WAYS), 'best plain / ours', 'ours, added MB', 'best plain, added MB'], rows)
     if worst: text += f'\nOne million lengths within a second: {worst:.2f} s at most, {"yes" if worst <= 1 else "no"}.\n'
-    if a.results: a.results.write_text(text)
+    if not a.quick: a.results.write_text(text)
     print('\n'+text)
 
 

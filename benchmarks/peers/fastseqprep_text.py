@@ -15,7 +15,7 @@ def write(task):
     from fastseqprep.text_pipeline import TextPipeline
     shutil.rmtree(task['out'], ignore_errors=True)
     packing = dict(packing_strategy='bfd', max_packed_len=task['pack']) if task.get('pack') else {}
-    cfg = dict(KINDS[task['kind']], preprocessing=dict(max_seq_len=task.get('pack') or 1_000_000, min_chars=0, **packing), output=dict(position_ids_mode='none'))
+    cfg = dict(KINDS[task['kind']], preprocessing={**dict(max_seq_len=task.get('pack') or 1_000_000, max_packed_len=1_000_000, min_chars=0), **packing}, output=dict(position_ids_mode='none'))
     with Own() as own, Probe() as p: res = TextPipeline(cfg, files(task['data']), task['out'], task['tokenizer'], n_workers=task['workers'], fast=task['fast'], progress=False).run()
     more = dict(bins=res.facts['packing']['bins'], fill=res.tokens/(res.facts['packing']['bins']*task['pack'])) if packing else {}
     return dict(p.facts, own_mb=own.added_mb, tokens=res.tokens, records=sum(s['records'] for s in res.shards), encoder=res.facts['tokenizer']['encoder'], version=version('fastseqprep'), **more)
