@@ -100,7 +100,6 @@ class Pieces:
             j = len(self.given[2])
             self.spans += [(j,*o) for o in spans or ()]
             self.turns += [(j,len(self.rows),o) for o in turns]
-        elif kind<2: self.turns.append((-1, len(self.rows), 0))
         self.rows.append(row); self.kinds.append(kind); self.weights.append(weight if kind!=2 else 0.)
         self.given[kind].append(text)
 
@@ -110,6 +109,22 @@ def _weigh(weights, ranges, more):
         r = ranges[more==w]
         weights[range_index(r[:,0], r[:,1]-r[:,0])] = w
 
+def _in_order(parts, kinds):
+    "Pieces of several kinds, in the order in which they were added"
+    if len(kinds) and (kinds==kinds[0]).all(): return parts[kinds[0]]
+    base = lengths_to_offsets([len(o) for o in parts])
+    order = np.empty(len(kinds), np.int64)
+    for k,part in enumerate(parts): order[kinds==k] = base[k]+np.arange(len(part))
+    return Ragged.concat(parts).take(order)
+
+@patch
+def _all_turns(self:Pieces, kinds):
+    "(number among marked texts, number among all pieces, first character) of each turn, and which are of marked texts: any other text is one turn"
+    flat = np.flatnonzero(kinds<2)
+    res = np.concatenate([np.array(self.turns, np.int64).reshape(-1,3), np.stack([np.full(len(flat), -1), flat, np.zeros(len(flat), np.int64)], 1)])
+    res = res[np.argsort(res[:,1], kind='stable')]
+    return res,res[:,0]>=0
+
 @patch
 def encode(self:Pieces,
     tok:TextTokenizer,
@@ -118,22 +133,18 @@ def encode(self:Pieces,
 )->tuple: # Ragged of int32; Ragged of float32 weights; (t, 2) rows and places of turns
     "All pieces as rows of tokens and weights"
     plain,special,marked,fixed = self.given
-    turns = np.array(self.turns, np.int64).reshape(-1,3)
-    inside = turns[:,0]>=0
-    at = np.array([(r,a,b) for r,a,b,_ in self.spans] + [(j,a,a+1) for j,_,a in turns[inside].tolist()], np.int64).reshape(-1,3)
+    kinds = np.array(self.kinds, np.int64)
+    turns,inside = self._all_turns(kinds)
+    spans = np.array(self.spans, np.float64).reshape(-1,4)
+    starts = turns[inside]
+    at = np.concatenate([spans[:,:3].astype(np.int64), np.stack([starts[:,0], starts[:,2], starts[:,2]+1], 1)])
     ids,found = tok.encode_spans(marked, at[:,0], at[:,1:]) if marked else (tok.encode([]), np.zeros((0,2), np.int64))
     parts = [tok.encode(plain), tok.encode(special, True), ids, Ragged.from_rows(fixed, np.int32) if fixed else tok.encode([])]
-    base = lengths_to_offsets([len(o) for o in parts])
-    kinds = np.array(self.kinds, np.int64)
-    order = np.empty(len(kinds), np.int64)
-    for k in range(4): order[kinds==k] = base[k]+np.arange(len(parts[k]))
-    tokens = Ragged.concat(parts)
-    weights = np.zeros(len(tokens.values), np.float32)
-    _weigh(weights, found[:len(self.spans)]+len(parts[0].values)+len(parts[1].values), np.array([o[3] for o in self.spans], np.float32))
-    weights = Ragged(weights, tokens.offsets).take(order)
-    tokens = tokens.take(order)
-    flat = kinds!=2
-    weights.values[range_index(weights.offsets[:-1][flat], weights.lengths[flat])] = np.repeat(np.array(self.weights, np.float32)[flat], weights.lengths[flat])
+    tokens = _in_order(parts, kinds)
+    weights = Ragged(np.repeat(np.array(self.weights, np.float32), tokens.lengths), tokens.offsets) # those of marked texts are zero as yet
+    j = at[:len(spans),0]
+    shift = tokens.offsets[:-1][kinds==2][j]-ids.offsets[j]
+    _weigh(weights.values, found[:len(spans)]+shift[:,None], spans[:,3].astype(np.float32))
     return _by_rows(self, tokens, weights, turns, inside, found[len(self.spans):,0]-ids.offsets[turns[inside,0]], n, eos)
 
 def _by_rows(p, tokens, weights, turns, inside, first, n, eos):
@@ -142,9 +153,10 @@ def _by_rows(p, tokens, weights, turns, inside, first, n, eos):
     if eos>=0 and len(p.kinds):
         begun = tokens.offsets[:-1]>tokens.offsets[np.searchsorted(p.rows, p.rows)] # the row has tokens before
         twice = (np.array(p.kinds)==3) & begun & (tokens.values[tokens.offsets[:-1]-1]==eos)
-        keep = np.repeat(~twice, lengths)
-        lengths = np.where(twice, 0, lengths)
-        tokens,weights = (Ragged(o.values[keep], lengths_to_offsets(lengths)) for o in (tokens,weights))
+        if twice.any():
+            keep = np.repeat(~twice, lengths)
+            lengths = np.where(twice, 0, lengths)
+            tokens,weights = (Ragged(o.values[keep], lengths_to_offsets(lengths)) for o in (tokens,weights))
     bounds = tokens.offsets[np.searchsorted(p.rows, np.arange(n+1))] if p.rows else np.zeros(n+1, np.int64)
     rows = np.array(p.rows, np.int64)[turns[:,1]]
     places = tokens.offsets[turns[:,1]]-bounds[rows]

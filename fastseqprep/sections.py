@@ -242,8 +242,8 @@ def _finish(self:SourceBuilder, encoded, counts, status):
     if not self.source.list_field:
         for i in np.flatnonzero(lengths<=(1 if self.chats else 0)).tolist(): status[i] = status[i] or 'empty'
         if self.trainable and cfg.untrained=='drop':
-            some = np.add.reduceat(np.append(weights.values>0, False), weights.offsets[:-1])*(weights.lengths>0) if len(counts) else np.array([])
-            for i in np.flatnonzero(some==0).tolist(): status[i] = status[i] or 'no trained token'
+            some = np.logical_or.reduceat(np.append(weights.values>0, False), weights.offsets[:-1]) & (weights.lengths>0) if len(counts) else np.array([], bool)
+            for i in np.flatnonzero(~some).tolist(): status[i] = status[i] or 'no trained token'
     mask = None if self.mask_name is None else weights if self.weighted else Ragged(weights.values>0, weights.offsets)
     return Output(tokens, mask, groups if self.source.list_field else None, lengths, _turn_rows(turns, lengths, tokens.lengths, side) if self.turns else None)
 
@@ -272,6 +272,7 @@ class Built:
 
 class Builder:
     "Makes tokens and masks of records; subclass it and register it to make your own"
+    side_by_side = False # may several threads build at once?
     def __init__(self,
         cfg:TextConfig,
         tok:TextTokenizer,
@@ -294,6 +295,7 @@ class Builder:
 
 class _Sections(Builder):
     "A builder that follows the sections of some sources"
+    side_by_side = True
     def _names(self): return list(self.cfg.sources)
     def __init__(self, cfg, tok, turns=False):
         super().__init__(cfg, tok, turns)

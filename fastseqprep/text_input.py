@@ -7,6 +7,8 @@ __all__ = ['SUFFIXES', 'TextFile', 'text_file', 'list_inputs', 'InputSplit', 'in
 
 # %% ../nbs/13_text_input.ipynb #2991cc86
 import glob, gzip, json, os
+from bisect import bisect_right
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -156,12 +158,9 @@ def _line_batches(blocks, size, first):
     for lines in blocks:
         if first and lines and lines[0].startswith(b'\xef\xbb\xbf'): lines[0] = lines[0][3:]
         first = False
-        lo = 0
+        lo,ends = 0,list(accumulate(map(len, lines)))
         while lo<len(lines):
-            hi,total = lo,0
-            while hi<len(lines) and (hi==lo or total+len(lines[hi])<=size):
-                total += len(lines[hi])
-                hi += 1
+            hi = max(lo+1, bisect_right(ends, size+(ends[lo-1] if lo else 0)))
             found = [(n+i, o) for i,o in zip(range(lo, hi), map(_parsed, lines[lo:hi])) if o is not None]
             yield [i for i,_ in found], [o for _,o in found]
             lo = hi

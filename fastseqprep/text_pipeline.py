@@ -149,7 +149,7 @@ def _settings(self:TextPipeline, tok, files):
     return dict(self.cfg.resolved(results_only=True), tokenizer=tok.hash, **order)
 
 @patch
-def run(self:TextPipeline)->'TextResult':
+def run(self:TextPipeline): # a `TextResult`
     "Do the job, go on with one that was killed, or find that it is done"
     began = time.monotonic()
     files,tok = list_inputs(self.inputs),TextTokenizer(self.tokenizer_path)
@@ -178,7 +178,7 @@ def _work(self:TextPipeline, run, files, tok):
     specs = [dict(plan=list(p), config=json.dumps(self.cfg.resolved()), files=read.scratch[p.parts[0]:p.parts[1]], n_ids=tok.n_ids, out=os.fspath(run.out)) for p in plans]
     total = len(enc.store) if enc.primary==enc.store.primary else int(enc.record_sizes(enc.primary).sum())
     del enc
-    with Runner(min(self.n_workers, len(specs)), self.executor, self.progress) as runner: done = runner.run(write_text_shard, specs, 'write', run.notes('write'))
+    with Runner(min(self.n_workers, len(specs)) if len(specs)>1 else 0, self.executor, self.progress) as runner: done = runner.run(write_text_shard, specs, 'write', run.notes('write'))
     self._finish(run, read, tok, encoder, plans, packing, done, before, total)
 
 @patch

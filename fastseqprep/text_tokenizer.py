@@ -6,7 +6,7 @@
 __all__ = ['TextTokenizer', 'bad_text']
 
 # %% ../nbs/07b_text_tokenizer.ipynb #df320d55
-import functools, json, os, unicodedata
+import functools, hashlib, json, os, unicodedata
 from itertools import chain
 from pathlib import Path
 import numpy as np
@@ -49,7 +49,7 @@ class _Opened:
         if state['model'].get('dropout'): state['model']['dropout'] = None
         self.full = self.bare = Tokenizer.from_str(json.dumps(state))
         if state.get('post_processor'): self.bare = Tokenizer.from_str(json.dumps({**state, 'post_processor':None})) # it may also take blanks out of offsets
-        self.hash = content_hash(state)
+        self.hash = hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest() # of the content, not of how the file is laid out
         self.added = dict(self.full.get_added_tokens_decoder())
         self.vocab = self.full.get_vocab(with_added_tokens=True)
         self.n_ids = max(self.vocab.values(), default=-1)+1 # ids are below this
@@ -213,6 +213,14 @@ def _token_ranges(rows, spans, starts, ends, offsets, sizes):
     return np.clip(first, offsets[rows], offsets[rows+1]), np.clip(last, offsets[rows], offsets[rows+1])
 
 # %% ../nbs/07b_text_tokenizer.ipynb #c1980775
+def _in_bytes(texts, rows, spans):
+    "The same spans, counted in bytes"
+    res = spans.copy()
+    for i in np.flatnonzero(~np.fromiter((o.isascii() for o in texts), bool, len(texts))[rows]).tolist():
+        text = texts[rows[i]]
+        res[i] = [len(text[:o].encode()) for o in spans[i].tolist()]
+    return res
+
 @patch
 def encode_spans(self:TextTokenizer,
     texts, # a list of texts
@@ -229,9 +237,8 @@ def encode_spans(self:TextTokenizer,
     ends,sizes,right = self._byte_ends(texts, ids)
     res,ok = np.zeros_like(spans),right[rows]
     if ok.any():
-        at = np.array([(a,b) if texts[r].isascii() else (len(texts[r][:a].encode()), len(texts[r][:b].encode())) for r,(a,b) in zip(rows[ok].tolist(), spans[ok].tolist())])
         starts = ends-self._widths[ids.values]
-        res[ok] = np.stack(_token_ranges(rows[ok], at, starts, ends, ids.offsets, sizes), 1)
+        res[ok] = np.stack(_token_ranges(rows[ok], _in_bytes(texts, rows[ok], spans[ok]), starts, ends, ids.offsets, sizes), 1)
     if not ok.all():
         few,back = np.unique(rows[~ok], return_inverse=True)
         part,starts,ends = self._char_places([texts[i] for i in few])
