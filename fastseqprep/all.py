@@ -28,10 +28,12 @@ from .tokenizer import *
 from .split import *
 from .window import *
 from .templates import *
+from .template_shapes import *
 from .text_tokenizer import *
 from .fast_encoder import *
 from .pieces import *
 from .sections import *
+from .preferences import *
 from .text_config import *
 from .pack import *
 from .ragged import *
@@ -58,7 +60,11 @@ from .config import *
 from .depth import *
 from .columns import *
 from .prepare import *
+from .given import *
+from .nested import *
 from .preprocess import *
+from .opened_run import *
+from .decode import *
 from .text_encode import *
 from .text_shards import *
 from .text_pipeline import *

@@ -305,8 +305,8 @@ def flat(self:Batch,
     level:str=None, # a level of tokens
 ): # (N, ...)
     "The values that a level's offsets count"
-    name = 'event_tokens' if 'event_tokens' in self else 'tokens'
-    if level in ('history','record_events') or name not in self:
+    name = next((k for k in ('event_tokens','tokens','input_ids') if k in self), None)
+    if level in ('history','record_events') or name is None:
         raise ValueError(f"the batch has no values for {f'the level {level!r}' if level else 'its offsets'}; pass those of your model, or take a level of tokens")
     return self[name]
 

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['coordinate_columns', 'curriculum_prefix', 'mask_prefix', 'WindowBlock', 'histogram', 'stored_dtype', 'unified_dtype',
-           'compact_dtypes', 'check_exact', 'strict_cast', 'BlockSchema', 'empty_block', 'interleave_features',
-           'table_coordinates', 'long_table', 'wide_table', 'curriculum_order']
+           'compact_dtypes', 'altered', 'check_exact', 'strict_cast', 'BlockSchema', 'empty_block',
+           'interleave_features', 'table_coordinates', 'long_table', 'wide_table', 'curriculum_order']
 
 # %% ../nbs/10e_blocks.ipynb #0cb71708
 import re
@@ -156,6 +156,7 @@ def compact_dtypes(
     dtypes:dict, # feature → name of the dtype it has otherwise
     n_classes:dict, # feature → number of ids
     ranges:dict=None, # feature → (smallest, largest) of other integers
+    single:tuple=(), # real features for which 32 bits are enough
 )->dict: # feature → name of the smallest dtype that fits
     "The smallest fitting dtype of each feature"
     def smallest(low, high):
@@ -163,20 +164,34 @@ def compact_dtypes(
         return next(fits)
     res = {}
     for c,t in dtypes.items():
-        if stored_dtype(t).kind=='f': res[c] = 'Float32' if t=='Float64' else t
+        if stored_dtype(t).kind=='f': res[c] = 'Float32' if t=='Float64' and c in single else t
         elif c in n_classes: res[c] = smallest(0, n_classes[c]-1)
         else: res[c] = smallest(*(int(v) for v in ranges[c])) if ranges and c in ranges else 'Int64'
     return res
+
+# %% ../nbs/10e_blocks.ipynb #5a093e75
+def altered(
+    values:np.ndarray, # integers or floats
+    dtype, # a float dtype of numpy
+)->np.ndarray: # bool, in the same shape
+    "Which finite numbers are others in that dtype"
+    with np.errstate(over='ignore', under='ignore'): there = values.astype(dtype)
+    if values.dtype.kind=='f': return np.isfinite(values) & (there.astype(values.dtype)!=values)
+    if values.dtype.kind=='b': return np.zeros(values.shape, bool)
+    info,there = np.iinfo(values.dtype),there.astype(np.float64)
+    out = ~((there>=float(info.min)) & (there<float(info.max+1)))
+    return out | (np.where(out, 0, there).astype(values.dtype)!=values)
 
 # %% ../nbs/10e_blocks.ipynb #a4c6f39e
 def check_exact(
     values:np.ndarray, # numbers
     dtype, # numpy dtype to change to
     name:str='values', # what to call them in a message
+    advice:str='declare a wider dtype in column_data_types, or leave it out', # what to do then
 )->None:
     "Refuse numbers that another dtype cannot hold; floats may lose digits, not their size"
     source,dtype = values.dtype,np.dtype(dtype)
-    def refuse(wrong, why): raise ValueError(f"{name}: {values[wrong].flat[0]} {why} {dtype.name}; declare a wider dtype in column_data_types, or leave it out")
+    def refuse(wrong, why): raise ValueError(f"{name}: {values[wrong].flat[0]} {why} {dtype.name}; {advice}")
     if source.kind not in 'biuf' or dtype.kind not in 'biuf' or (source.kind=='f' and dtype.kind!='f'): raise ValueError(f"{name}: {source.name} values cannot be stored as {dtype.name}")
     if not values.size or source.kind=='b' or source==dtype: return
     if source.kind=='f':
@@ -187,8 +202,10 @@ def check_exact(
     limit = {2: 2**11, 4: 2**24, 8: 2**53}.get(dtype.itemsize)
     low,high = (-limit, limit) if dtype.kind=='f' else (np.iinfo(dtype).min, np.iinfo(dtype).max)
     if low<=np.iinfo(source).min and np.iinfo(source).max<=high: return
-    for v in (int(values.min()), int(values.max())):
-        if not low<=v<=high: refuse(values==v, 'is not exact in' if dtype.kind=='f' else 'does not fit')
+    ends = int(values.min()),int(values.max())
+    if low<=ends[0] and ends[1]<=high: return
+    if dtype.kind!='f': refuse(values==next(v for v in ends if not low<=v<=high), 'does not fit')
+    if (wrong := altered(values, dtype)).any(): refuse(wrong, 'is not exact in')
 
 def strict_cast(
     values:np.ndarray, # numbers
@@ -290,7 +307,7 @@ def long_table(
     "A block as a table of the long layout"
     if block.depth_masks: raise ValueError("features of children have no place in the long layout; write layout 'wide', or pt, arrow or bin")
     k = len(block.features)
-    for c,v in block.features.items(): check_exact(v, dtype, f"feature {c!r} in the long layout, where all features share one dtype")
+    for c,v in block.features.items(): check_exact(v, dtype, f"feature {c!r} in the long layout, where all features share one dtype", f"use layout wide, pt, arrow or bin, which keep each feature in its own, or leave {c} out")
     columns = {name: arrow_array(np.repeat(v, k)) for name,v in table_coordinates(block).items()}
     columns['inputCol'] = pa.DictionaryArray.from_arrays(arrow_array(np.tile(np.arange(k, dtype=np.int32), block.n)), _text_array(block.features))
     for slot,values in enumerate(interleave_features(block.features, dtype)): columns[str(block.width-1-slot)] = arrow_array(values)

@@ -223,21 +223,6 @@ def encode(self:Categories,
     ids[null] = UNKNOWN
     return ids
 
-# %% ../nbs/01a_categories.ipynb #59678eaa
-@patch
-def encode_column(self:Categories,
-    column,           # with values, dictionary (None if they are no codes) and nulls (None if there are none)
-    rows=slice(None), # of the column
-)->np.ndarray: # (n,) int64
-    "The id of each row of a column"
-    values = np.asarray(column.values[rows])
-    if column.dictionary is not None:
-        ids = self.encode(column.dictionary)
-        ids = ids[values] if len(ids) else np.full(len(values), UNKNOWN)
-    else: ids = self.encode(pl.Series(values))
-    if column.nulls is not None: ids[np.asarray(column.nulls[rows])] = UNKNOWN
-    return ids
-
 # %% ../nbs/01a_categories.ipynb #0badf982
 @patch
 def _spots(self:Categories, ids)->tuple:

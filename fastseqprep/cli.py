@@ -14,7 +14,7 @@ from inspect import Parameter, signature
 from fastcore.docments import docments
 from . import __version__
 from .table_command import preprocess_command
-from .text_command import preview_command, text_command
+from .text_command import export_command, preview_command, text_command
 
 # %% ../nbs/50_cli.ipynb #feb458dd
 class UsageError(ValueError):
@@ -66,6 +66,12 @@ def _verify(folder, store):
     if left := store.unlisted(): print(f"Not part of it, and never read: {', '.join(left)}")
 
 # %% ../nbs/50_cli.ipynb #5639ecaf
+def _is_text(path):
+    "Does a folder hold token shards, or is it one?"
+    from fastseqprep.store import has_manifest, read_manifest
+    if not os.path.isdir(path): return False
+    return read_manifest(path).job=='text' if has_manifest(path) else any(os.path.exists(os.path.join(path, o, 'meta.json')) for o in ('', *os.listdir(path)))
+
 def inspect_path(
     path:str,      # a folder of shards, or one shard
     rows:int=3,    # number of records
@@ -73,6 +79,7 @@ def inspect_path(
     tok:str=None,  # tokenizer file, where it is not beside the shards
 ):
     "Show the first records of a folder or shard as values that can be read"
+    if _is_text(path): raise ValueError(f'{path} holds token shards of the text job: see them by fastseqprep preview {path} --tokenizer_path DIR')
     from fastseqprep.inspect import show
     from fastseqprep.tokenizer import Tokenizer
     print(show(path, Tokenizer.load(tok) if tok else None, rows, events))
@@ -230,7 +237,7 @@ def demo(
     print(f'{time.perf_counter()-start:.0f} seconds')
 
 # %% ../nbs/50_cli.ipynb #784a4481
-commands = dict(demo=demo, preprocess=preprocess_command, text=text_command, preview=preview_command, inspect=inspect_path, verify=verify)
+commands = dict(demo=demo, preprocess=preprocess_command, text=text_command, preview=preview_command, export=export_command, inspect=inspect_path, verify=verify)
 
 def make_parser(
     debug=argparse.SUPPRESS, # value of `--debug` where it is not given
@@ -238,7 +245,7 @@ def make_parser(
     "The parser of the whole command line"
     common = _Parser(add_help=False)
     common.add_argument('--debug', action='store_true', default=debug, help='show the traceback of an error')
-    parser = _Parser(prog='fastseqprep', parents=[common], description='Event tables into the packed, masked batches that a sequence model trains on.')
+    parser = _Parser(prog='fastseqprep', parents=[common], description='Event tables and text into the packed, masked batches that a sequence model trains on.')
     parser.add_argument('--version', action='version', version=f'fastseqprep {__version__}')
     subs = parser.add_subparsers(dest='command', metavar='COMMAND', title='commands')
     for name,fn in commands.items():
@@ -287,7 +294,7 @@ def main(
     except Exception as e:
         if '--debug' in args: raise
         print(f'fastseqprep: {_one_line(e)}' + ("; see 'fastseqprep --help'" if isinstance(e, UsageError) else ''), file=sys.stderr)
-        return getattr(e, 'exit_code', 1 if command in ('preprocess','text','preview') else 2)
+        return getattr(e, 'exit_code', 1 if command in ('preprocess','text','preview','export') else 2)
 
 
 if __name__=='__main__' and not hasattr(sys, 'ps1') and sys.argv[0]==globals().get('__file__'): sys.exit(main())

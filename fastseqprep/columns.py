@@ -15,7 +15,7 @@ from itertools import chain
 import numpy as np, polars as pl
 from fastcore.basics import patch
 
-from .blocks import stored_dtype
+from .blocks import altered, stored_dtype
 from .bpe import BytePairs, count_words
 from .categories import *
 from .depth import Slots
@@ -24,6 +24,7 @@ from .moments import *
 from .ragged import Ragged, lengths_to_offsets, range_index
 from .roles import did_you_mean
 from .sequences import Column
+from .spill import mapped_file, release_pages, scratch_array
 
 # %% ../nbs/19a_columns.ipynb #d5216458
 ROLES = 'categorical','real','temporal','text'
@@ -68,18 +69,25 @@ def _blocks(n:int)->list:
     "Bounds of the blocks of `n` rows"
     return [(a, min(n, a+_block)) for a in range(0, n, _block)]
 
-def _kept(col:Column, rows, a:int, b:int)->np.ndarray:
-    "Values of the rows from `a` to `b` that are fitted on and not null"
-    keep = None if rows is None else rows[a:b]
-    if col.nulls is not None: keep = ~col.nulls[a:b] if keep is None else keep & ~col.nulls[a:b]
-    return col.values[a:b] if keep is None else col.values[a:b][keep]
+def _kept(col:Column, rows):
+    "Yield the values of the rows that are fitted on and not null, block by block"
+    for a,b in _blocks(len(col)):
+        keep = None if rows is None else rows[a:b]
+        if col.nulls is not None: keep = ~col.nulls[a:b] if keep is None else keep & ~col.nulls[a:b]
+        x = np.asarray(col.values[a:b])
+        yield x if keep is None else x[keep]
+        _release(col, a, b)
+
+def _release(col:Column, a:int, b:int):
+    "Give the memory of rows of a mapped column back"
+    for x in (col.values, col.nulls): release_pages(x, a, b)
 
 def distinct_values(
     col:Column,
     rows=None, # (N,) bool, which rows to look at; by default all
 )->tuple: # distinct values as a `pl.Series`, ascending, and their counts (n,) int64
     "The distinct values of a column and how often each occurs"
-    parts = (_kept(col, rows, a, b) for a,b in _blocks(len(col)))
+    parts = _kept(col, rows)
     if col.is_text:
         counts = np.zeros(len(col.dictionary), np.int64)
         for x in parts: counts += np.bincount(x, minlength=len(counts))
@@ -92,13 +100,22 @@ def distinct_values(
     return pl.Series(col.name, values), np.bincount(at, counts, minlength=len(values)).astype(np.int64)
 
 # %% ../nbs/19a_columns.ipynb #68ae50c1
+class _Released:
+    "A mapped column of which slices are copied, and given back"
+    def __init__(self, values): self.values,self.dtype = values,values.dtype
+    def __len__(self): return len(self.values)
+    def __getitem__(self, rows):
+        x = np.array(self.values[rows])
+        release_pages(self.values, rows.start, rows.stop)
+        return x
+
 def column_moments(
     col:Column,
     rows=None, # (N,) bool, which rows to look at; by default all
 )->Moments:
     "Mean and standard deviation of a column"
     keep = rows if col.nulls is None else ~col.nulls if rows is None else rows & ~col.nulls
-    m = Moments.of(col.values, keep, col.name)
+    m = Moments.of(col.values if mapped_file(col.values) is None else _Released(col.values), keep, col.name)
     if not m.count: raise ValueError(f'column {col.name!r} has no value in the rows it is fitted on: make the first split larger, or set normalize_on_all_data')
     return m
 
@@ -227,19 +244,22 @@ def encode(self:FittedColumn,
     normalize:bool=True, # whether real columns are standardised
     mask=None, # (N,) bool, rows whose content is hidden
     exact:bool=False, # whether numbers are standardised in float64, whatever the dtype of the column
+    folder=None, # where the file of a mapped result goes; by default it is in memory
 )->np.ndarray: # (N,): ids in `id_dtype`, numbers in the output dtype, times as int64
     "The numbers to be stored of a column"
     if self.role=='categorical': self.categories.check_fits(self.dtype)
-    out = np.empty(len(col), self.id_dtype if self.role=='categorical' else stored_dtype(self.dtype))
+    out = scratch_array(folder, self.id_dtype if self.role=='categorical' else stored_dtype(self.dtype), len(col))
     lut = np.append(self.categories.encode(col.dictionary), UNKNOWN).astype(out.dtype) if self.role=='categorical' and col.is_text else None
     for a,b in _blocks(len(col)):
-        x,none = col.values[a:b],None if col.nulls is None else col.nulls[a:b]
+        x,none = np.asarray(col.values[a:b]),None if col.nulls is None else col.nulls[a:b]
         if lut is not None: out[a:b] = lut[x] # code -1 is null
         elif self.role=='categorical': out[a:b] = self.categories.encode(pl.Series(x))
         elif self.role=='real': out[a:b] = self._encode_real(x, none, normalize, a, exact)
         else: out[a:b] = x
         if none is not None and self.role=='categorical': out[a:b][none] = UNKNOWN
         if mask is not None: out[a:b][mask[a:b]] = 0 if self.role=='real' else MASK
+        _release(col, a, b)
+        release_pages(out, a, b)
     return out
 
 @patch
@@ -247,9 +267,12 @@ def _encode_real(self:FittedColumn, x, none, normalize:bool, first:int, exact:bo
     "Fill nulls, standardise and cast one block"
     dtype = x.dtype if x.dtype.kind=='f' and not exact else np.dtype(np.float64)
     values = x.astype(dtype)
-    if x.dtype.kind in 'iu' and (lost := values.astype(x.dtype)!=x).any():
-        i = int(lost.argmax())
-        raise ValueError(f'column {self.name!r} has the value {x[i]} (row {first+i:,} of the sorted table), which no float holds exactly: leave it categorical, or scale it where the data is read')
+    if x.dtype.kind in 'iu':
+        kept = dtype if normalize else stored_dtype(self.dtype) # a standardised number is rounded in any case
+        lost = altered(x, kept) if none is None else altered(x, kept) & ~np.asarray(none)
+        if lost.any():
+            i,double = int(lost.argmax()),kept==np.float64
+            raise ValueError(f'column {self.name!r} has the value {x[i]} (row {first+i:,} of the sorted table), which ' + ('no float holds exactly: leave it categorical, or scale it where the data is read' if double else f'{self.dtype} does not hold exactly: give it a wider type in column_data_types'))
     if none is not None: values[none] = self.mean if self.nulls=='mean' else 0
     with np.errstate(over='ignore', invalid='ignore'):
         if normalize: values = standardise(values, self.mean, self.std, dtype, self.name)
@@ -264,6 +287,7 @@ def _encode_real(self:FittedColumn, x, none, normalize:bool, first:int, exact:bo
 def encode_text(self:FittedColumn,
     col:Column, # the rows to encode
     mask=None, # (N,) bool, rows whose content is hidden
+    folder=None, # where the files of mapped slots go; by default they are in memory
 )->tuple: # ids of all tokens in `id_dtype`; `Slots` of the rows
     "The tokens to be stored of a text column"
     if self.n_classes-1>np.iinfo(stored_dtype(self.dtype)).max: raise ValueError(f'column {self.name!r} has {self.n_classes:,} tokens, which do not fit in {self.dtype}: give it a wider type in column_data_types')
@@ -271,10 +295,15 @@ def encode_text(self:FittedColumn,
     kept = np.minimum(tokens.lengths, self.max_tokens)
     values = np.concatenate([tokens.values[range_index(tokens.offsets[:-1], kept)]+len(LABELS), [UNKNOWN, MASK]]).astype(self.id_dtype)
     starts,counts = np.append(lengths_to_offsets(kept), len(values)-1), np.append(kept, [1,1]).astype(np.min_scalar_type(self.max_tokens))
-    at = np.asarray(col.values)
-    if col.nulls is not None: at = np.where(col.nulls, len(kept), at)
-    if mask is not None: at = np.where(mask, len(kept)+1, at)
-    return values, Slots(starts[at], counts[at], self.max_tokens)
+    first,many = (scratch_array(folder, x.dtype, len(col)) for x in (starts, counts))
+    for a,b in _blocks(len(col)):
+        at = np.asarray(col.values[a:b])
+        if col.nulls is not None: at = np.where(col.nulls[a:b], len(kept), at)
+        if mask is not None: at = np.where(mask[a:b], len(kept)+1, at)
+        first[a:b],many[a:b] = starts[at],counts[at]
+        _release(col, a, b)
+        for x in (first, many): release_pages(x, a, b)
+    return values, Slots(first, many, self.max_tokens)
 
 # %% ../nbs/19a_columns.ipynb #1f9e5def
 class FittedColumns:
@@ -345,9 +374,10 @@ def encode(self:FittedColumns,
     columns:dict, # name → `Column`
     mask=None, # (N,) bool, rows whose content is hidden
     exact:bool=False, # whether numbers are standardised in float64, whatever the dtype of their column
+    folder=None, # where files of mapped results go; by default they are in memory
 )->dict: # name → (N,) array
     "The numbers to be stored of all columns but texts"
-    return {n: f.encode(columns[n], self.normalize, mask, exact) for n,f in self.columns.items() if f.role!='text'}
+    return {n: f.encode(columns[n], self.normalize, mask, exact, folder) for n,f in self.columns.items() if f.role!='text'}
 
 # %% ../nbs/19a_columns.ipynb #9c05bc9c
 @patch

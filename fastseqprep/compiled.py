@@ -403,7 +403,24 @@ def open_records(
     except (KeyError, TypeError, ValueError, FileNotFoundError) as e: raise CacheError(f"{folder} is damaged: {e}") from None
 
 @patch
-def __reduce__(self:RecordArrays): return (open_records, (self.folder,)) if self.folder else (RecordArrays, (self.arrays, self.info))
+def __copy__(self:RecordArrays): # over the same arrays
+    res = object.__new__(type(self))
+    res.__dict__.update(self.__dict__)
+    return res
+
+@patch
+def __reduce__(self:RecordArrays):
+    opened = (open_records, (self.folder,)) if self.folder else (RecordArrays, (self.arrays, self.info))
+    if self.skip is None: return opened
+    cut = np.flatnonzero(self.skip.any(0))
+    return *opened, (cut, self.skip[:,cut])
+
+@patch
+def __setstate__(self:RecordArrays, state):
+    "What `shorten` left out: numbers of records, and how much of each"
+    cut,skip = state
+    self.skip = np.zeros((2, len(self)), np.int64)
+    self.skip[:,cut] = skip
 
 @patch(as_prop=True)
 def record_hash(self:RecordArrays)->np.ndarray: # (R,) uint64
@@ -491,5 +508,5 @@ def compile_records(
     except BaseException:
         if temporary: _remove_own(home, os.getpid())
         raise
-    if temporary: weakref.finalize(ra, _remove_own, str(home), os.getpid())
+    if temporary: weakref.finalize(ra.tokens, _remove_own, str(home), os.getpid()) # copies, such as those of `shorten`, share it
     return ra

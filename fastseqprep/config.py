@@ -130,6 +130,17 @@ def cardinality_rules(self:PreprocessConfig)->dict:
     "Limits for categories, in canonical names"
     return {c:r.normalised() for c,r in self.cardinality_config.items()}
 
+# %% ../nbs/20a_config.ipynb #d9c2ceeb
+@patch
+def without(self:PreprocessConfig,
+    columns, # names
+)->PreprocessConfig:
+    "The configuration without some columns"
+    keys = 'selected_columns','categorical_columns','real_columns','column_data_types','nulls','static_columns','text_columns','timestamps'
+    def rest(v): return {k: o for k,o in v.items() if k not in columns} if isinstance(v, dict) else [o for o in v if o not in columns]
+    layouts = {k: o.model_copy(update=dict(columns=rest(o.columns))) for k,o in self.depth_layouts.items() if rest(o.columns)}
+    return self.model_copy(update={**{k: rest(v) for k in keys if (v := getattr(self, k)) is not None}, 'depth_layouts':layouts})
+
 # %% ../nbs/20a_config.ipynb #37e7f90f
 @patch(cls_method=True)
 def from_yaml(cls:PreprocessConfig,

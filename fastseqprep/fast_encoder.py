@@ -8,6 +8,7 @@ __all__ = ['CHECK_EVERY', 'encoders', 'awkward_texts', 'PlainEncoder', 'EncoderD
 
 # %% ../nbs/07d_fast_encoder.ipynb #bb83e258
 import unicodedata, zlib
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 import numpy as np
 from fastcore.basics import patch
@@ -151,14 +152,15 @@ def some_texts(
     return res
 
 # %% ../nbs/07d_fast_encoder.ipynb #60343449
-def _compare(tok, fast, texts, special):
-    i = _first_difference(fast.raw(texts, special), tok.plain_encode(texts, special))
-    return None if i is None else _differs(texts[i])
+def _wanted(tok, texts):
+    "(texts, with special tokens?, their ids by `tokenizers`); with special tokens a few are enough where the tokenizer adds none"
+    rounds = (texts,False),(texts[:3 if tok.full is tok.bare else 100],True)
+    return [(some, special, tok.plain_encode(some, special)) for some,special in rounds]
 
-def _reason_against(tok, fast, texts):
+def _reason_against(fast, wanted):
     "Why the fast encoder is not to be used; None if nothing speaks against it"
-    for special in (False,True):
-        try: bad = _compare(tok, fast, texts[:100] if special else texts, special)
+    for texts,special,ids in wanted:
+        try: bad = None if (i := _first_difference(fast.raw(texts, special), ids)) is None else _differs(texts[i])
         except BaseException as e:
             if isinstance(e, (KeyboardInterrupt,SystemExit)): raise
             bad = f'fastokens {_version()} fails: {_one_line(e)}'
@@ -166,9 +168,14 @@ def _reason_against(tok, fast, texts):
 
 _known = {} # hash of a tokenizer → what awkward texts say against the fast encoder; once in a process is enough
 
-def _awkward_reason(tok, fast):
-    if tok.hash not in _known: _known[tok.hash] = _reason_against(tok, fast, awkward_texts(tok))
-    return _known[tok.hash]
+def _reason(tok, texts):
+    "A fast encoder, and why it is not to be used; it is opened while `tokenizers` encodes"
+    with ThreadPoolExecutor(1) as pool:
+        wanted = pool.submit(lambda: [None if tok.hash in _known else _wanted(tok, awkward_texts(tok)), _wanted(tok, texts)])
+        fast = FastEncoder(tok)
+        awkward,mine = wanted.result()
+    if awkward: _known[tok.hash] = _reason_against(fast, awkward)
+    return fast,_known[tok.hash] or _reason_against(fast, mine)
 
 def choose_encoder(
     tok:TextTokenizer,
@@ -180,8 +187,7 @@ def choose_encoder(
     if fast is False: return PlainEncoder(tok, 'fast is False')
     texts = [o for o in sample_texts if not bad_text(o)]
     try:
-        res = FastEncoder(tok)
-        why = _awkward_reason(tok, res) or (_reason_against(tok, res, texts) if texts else None)
+        res,why = _reason(tok, texts)
     except (ImportError,ValueError) as e: why = str(e)
     if why is None:
         res.why = f'fastokens {_version()} gives the ids of tokenizers {version("tokenizers")} on {"texts of the data and " if texts else ""}awkward texts'

@@ -44,12 +44,19 @@ def read_from(
 # %% ../nbs/31d_handover.ipynb #ea0dbea8
 class Parcel(dict):
     "A batch that pickles as one block of shared memory, and arrives as a `Batch`"
+    sealed = None # block, layout and the other fields, once they are made
     def __copy__(self): return Parcel(self)
-    def __reduce__(self):
+    def __reduce__(self): return unpack, self.sealed or self._put()
+    def _put(self):
         arrays,starts,layout = laid_out(self)
         block = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(starts[-1]))
         write_into(block.numpy(), arrays, starts)
-        return unpack, (block, layout, {k:None if k in layout else v for k,v in self.items()})
+        return block, layout, {k:None if k in layout else v for k,v in self.items()}
+    def seal(self):
+        "Move the batch to its block now, not when it is pickled"
+        self.sealed = self._put()
+        self.update(unpack(*self.sealed))
+        return self
 
 def unpack(block, layout, fields):
     "The batch that a `Parcel` holds"
@@ -139,9 +146,9 @@ def send(self:Ring,
     number = worker*self.n_slots+k
     slot = Slot(self._slot(number))
     batches = make(slot.empty)
-    if any(b.keys()!=batches[0].keys() for b in batches[1:]): return [Parcel(b) for b in batches]
-    notes = {k:_noted(slot, [b[k] for b in batches]) for k in batches[0]}
-    if None in notes.values(): return [Parcel(b) for b in batches]
+    alike = all(b.keys()==batches[0].keys() for b in batches[1:])
+    notes = {f:_noted(slot, [b[f] for b in batches]) for f in batches[0]} if alike else {}
+    if not alike or None in notes.values(): return [Parcel(b).seal() for b in batches] # parts of them lie in the slot, which stays free for the next
     mine[k] = 0
     return _Message(self.name, number, notes)
 

@@ -66,13 +66,13 @@ class InputKeys(Rule):
     "Which rows are read, and what is done about those that are not as they should be"
     project_root: str = Field(min_length=1, description="Folder of the project: outputs go below it, and paths other than that of the data are relative to it.")
     preprocessing_data_path: str|None = Field(None, description="File or folder with the rows, relative to the working directory.")
-    dataset_name: str|None = Field(None, min_length=1, pattern=r'^[^/\\]*$', description="Name of the data set in the names of its outputs; by default that of the file or folder.")
+    dataset_name: str|None = Field(None, min_length=1, pattern=r'^[^/\\\x00-\x1f\x7f-\x9f]*$', description="Name of the data set in the names of its outputs; by default that of the file or folder.")
     read_format: Literal['csv','parquet'] = Field('csv', description="Format of the rows; in a folder, files with this ending are read.")
     max_rows: int|None = Field(None, ge=0, description="Read only so many rows, the first in file order; null or 0 for all.")
     nulls: dict[str,str] = Field({}, description="What becomes of missing values: one rule for all columns, or a rule for each ('*' for all others): error, unknown, mean, zero or drop_row; unknown, mean and zero may end in +indicator.")
     gaps: Literal['error','renumber'] = Field('error', description="What to do where item positions of a sequence do not rise by one: stop, or number the items anew.")
     duplicates: Literal['error','first','last','order'] = Field('error', description="What to do where a sequence has a position twice: stop, keep the first or the last row, or keep all in file order (with gaps: renumber).")
-    memory_limit: Annotated[int|None, BeforeValidator(parse_bytes), WithJsonSchema({'type':['integer','string','null']})] = Field(None, ge=2**20, description="Memory above which rows are sorted on disk, such as '4GB'; the results are the same.")
+    memory_limit: Annotated[int|None, BeforeValidator(parse_bytes), WithJsonSchema({'type':['integer','string','null']})] = Field(None, ge=2**20, description="Memory above which rows are sorted and encoded on disk, such as '4GB'; by default 4 GiB, and 64 MiB with depth_layouts. The results are the same.")
 
     @model_validator(mode='before')
     @classmethod
@@ -84,6 +84,10 @@ class InputKeys(Rule):
 
 # %% ../nbs/19_keys.ipynb #6b1d3550
 NULL_RULES = 'error','unknown','mean','zero','drop_row'
+
+@key_rule('dataset_name')
+def _name_is_a_name(c):
+    if c.dataset_name in ('.','..'): yield f'dataset_name: is {c.dataset_name!r}, which means a folder; expected a name that can stand in the names of files'
 
 @key_rule('preprocessing_data_path','dataset_name')
 def _data_is_there(c):

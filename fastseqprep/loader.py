@@ -127,11 +127,17 @@ def _go_to(self:RecordLoader, epoch, start):
 @patch
 def _tell(self:RecordLoader): "For loaders that have processes to tell"
 
+def _whole(x): return isinstance(x, (int,np.integer)) and not isinstance(x, bool)
+
+def _is_epoch(x): return _whole(x) and 0 <= x < 2**63
+
 @patch
 def set_epoch(self:RecordLoader,
     epoch:int, # from 0
 ):
     "Let the next iteration be this epoch: all of it, unless a state was loaded that is in the middle of it"
+    if not _is_epoch(epoch): raise ValueError(f"An epoch is an integer from 0 to 2**63-1, but got epoch={epoch!r}.")
+    epoch = int(epoch)
     places = {self.next_epoch:self.next_start, **({} if self._ended is None else {self._ended[0]:self._ended[1]})}
     self._go_to(epoch, places.get(epoch, 0))
 
@@ -246,10 +252,15 @@ def _ready(self:RecordLoader, b): return to_tensors(b) if self.as_tensors else b
 
 # %% ../nbs/30c_loader.ipynb #24d1ad91
 @patch
+def _groups(self:RecordLoader, todo, epoch):
+    "This rank's records of a few steps"
+    plan = self.plan_of(epoch)
+    return [self._numbers(plan.share(k, self.rank, self.world_size, self.per_rank)) for k in todo]
+
+@patch
 def _steps(self:RecordLoader, todo, epoch, empty=np.empty):
     "This rank's batches of a few steps, as numpy arrays"
-    plan = self.plan_of(epoch)
-    groups = [self._numbers(plan.share(k, self.rank, self.world_size, self.per_rank)) for k in todo]
+    groups = self._groups(todo, epoch)
     bunch = self.make(groups, epoch, rows=1, empty=empty)
     if self.world_size>1:
         for b,g in zip(bunch, groups): b['real'] = np.full(len(b['uids']), len(g)>0)
@@ -344,8 +355,6 @@ _state_format = 'fastseqprep place in an epoch'
 
 _state_keys = 'data','manifest','plan_version','plan','mask','epoch','next_batch'
 
-def _whole(x): return isinstance(x, (int,np.integer)) and not isinstance(x, bool)
-
 @patch
 def _same(self:RecordLoader, what, was, now, anew):
     "Fail if facts of a state differ from those of this loader"
@@ -376,7 +385,7 @@ def load_state_dict(self:RecordLoader,
     if lacks := [k for k in _state_keys if k not in state]:
         raise ValueError(f"The state lacks {', '.join(lacks)}, so it is of an earlier version or was cut: begin an epoch anew with set_epoch.")
     epoch,k = state['epoch'],state['next_batch']
-    if not (_whole(epoch) and 0 <= epoch < 2**64): raise ValueError(f"The state has epoch={epoch!r}, expected an integer from 0 to 2**64-1: begin an epoch anew with set_epoch.")
+    if not _is_epoch(epoch): raise ValueError(f"The state has epoch={epoch!r}, expected an integer from 0 to 2**63-1: begin an epoch anew with set_epoch.")
     anew = f"begin an epoch anew with set_epoch({epoch})"
     if state['plan_version'] != PLAN_VERSION:
         raise ValueError(f"The state is of plan version {state['plan_version']}, but this is version {PLAN_VERSION}, which orders records in another way: {anew}.")
@@ -384,12 +393,15 @@ def load_state_dict(self:RecordLoader,
         raise ValueError(f"The state is of other data ({state['data']}) than this loader's ({self.data_key}): open the shards that it was made with, with the same limits, or {anew}.")
     if None not in (was := state['manifest'], now := self._manifest_key()) and was != now:
         raise ValueError(f"The state is of other data, with the manifest {was}, than this loader's, with the manifest {now}: open the shards that it was made with, or {anew}.")
+    for name in 'plan','mask':
+        if not isinstance(state[name], dict) and not (name=='mask' and state[name] is None):
+            raise ValueError(f"The state has {name}={state[name]!r}, expected a dict of what a loader was made with, so it is damaged: {anew}.")
     self._same('of a plan', state['plan'], self._plan_facts(), anew)
     self._same('of masks', state['mask'], self._mask_facts(), anew)
     if not (_whole(k) and 0 <= k <= len(self.plan_of(epoch))):
         raise ValueError(f"The state has next_batch={k!r}, but epoch {epoch} has {len(self.plan_of(epoch))} batches, so it is an integer from 0 to that: {anew}.")
     if 'worker' in state and self._worker() is None: raise ValueError("The state is of one worker of a StatefulDataLoader: give the StatefulDataLoader's whole state to a StatefulDataLoader.")
-    self._go_to(epoch, k)
+    self._go_to(int(epoch), int(k))
     self._resumed(state)
 
 @patch

@@ -130,8 +130,8 @@ class Masker:
         *,
         seed:int=0,              # another seed, other masks
         whole_value:bool=False,  # hide all pieces of a text value together
-        exact_share:float=None,  # ask for exactly this share of each record's event tokens
-        unk_targets:bool=True,   # may values that are `[UNK]` or `[NULL]` be hidden and asked for?
+        exact_share:float=None,  # ask for exactly this share of each record's event tokens, at most `1-p_unk`
+        unk_targets:bool=False,  # may values that are `[UNK]` or `[NULL]` be hidden and asked for?
     ):
         store_attr(but='tok')
         vocab = {} if tok is None else tok.val_vocab
@@ -142,6 +142,8 @@ class Masker:
         if bad: raise ValueError(f"Masking takes shares from 0 to 1, but got {', '.join(bad)}.")
         if exact_share is not None and not (p_tok or p_event or p_key):
             raise ValueError("exact_share draws tokens in the proportions p_tok, p_event and p_key, but all three are 0: make one of them positive.")
+        if exact_share is not None and exact_share > 1-p_unk+1e-9:
+            raise ValueError(f"exact_share={exact_share} cannot be asked for where p_unk={p_unk} of all that is hidden is not: lower one of them, to p_unk={max(1-exact_share, 0):.3g} or exact_share={1-p_unk:.3g}.")
         if not (isinstance(seed, (int,np.integer)) and 0 <= seed < 2**64): raise ValueError(f"A mask's seed is an integer from 0 to 2**64-1, but got {seed=}.")
         self.tok_hash = getattr(tok, 'hash', None)
 
@@ -205,6 +207,19 @@ def choose_share(self:Masker,
 
 # %% ../nbs/31a_masking.ipynb #f468a3a6
 @patch
+def _void(self:Masker, values):
+    "Which value ids say nothing: `[UNK]`, `[NULL]`"
+    res = values==self.void_ids[0]
+    for i in self.void_ids[1:]: res |= values==i
+    return res
+
+def _whole(some, pieces):
+    "All pieces of the values of which some pieces are marked"
+    first,res = np.arange(len(some))-pieces, np.zeros(len(some), bool)
+    res[first[some]] = True
+    return res[first]
+
+@patch
 def hide(self:Masker,
     tokens:np.ndarray,        # (T,3) int64 key id, value id, piece; overwritten
     event_offsets:np.ndarray, # (E+1,) first token of each event
@@ -218,7 +233,10 @@ def hide(self:Masker,
     read = tokens if narrow is None else narrow
     draws,n_tokens = self.draws(read, event_offsets, n_events, record_hash, epoch), np.diff(event_offsets)
     def lost(draws): return below(mix32(draws ^ np.uint32(0x2c1b3c6d)), self.p_unk)
-    void = None if self.unk_targets else np.logical_or.reduce([read[:,1]==i for i in self.void_ids])
+    void = None # of all tokens, where it matters which others are hidden instead, or with them
+    if not self.unk_targets and (self.whole_value or self.exact_share is not None):
+        void = self._void(read[:,1])
+        if self.whole_value: void = _whole(void, read[:,2])
     if self.exact_share is None or not len(tokens): hide = self.choose(draws, n_tokens)
     else:
         counts,target = np.diff(event_offsets[np.cumsum(n_events)], prepend=0), ~lost(draws[0])
@@ -227,8 +245,10 @@ def hide(self:Masker,
         if self.whole_value: hide = hide[np.arange(len(hide)) - read[:,2]]
     if void is not None: hide &= ~void
     at = np.flatnonzero(hide)
+    answers = read[:,1].take(at)
+    if void is None and not self.unk_targets and (nothing := self._void(answers)).any(): at,answers = at[~nothing],answers[~nothing]
     unk = lost(draws[0].take(at))
-    answers,fillers = read[:,1].take(at).astype(np.int64), np.full(len(at), self.mask_id)
+    answers,fillers = answers.astype(np.int64), np.full(len(at), self.mask_id)
     answers[unk],fillers[unk] = self.ignore,self.unk_id
     labels = empty(len(tokens), np.int64)
     labels.fill(self.ignore)
@@ -259,8 +279,8 @@ def mask_batch(
     epoch:int=0,             # another epoch, other masks
     record_hash:np.ndarray=None, # (B,) uint64; None: `stable_hash` of the batch's uids
     whole_value:bool=False,  # hide all pieces of a text value together
-    exact_share:float=None,  # ask for exactly this share of each record's event tokens
-    unk_targets:bool=True,   # may values that are `[UNK]` or `[NULL]` be hidden and asked for?
+    exact_share:float=None,  # ask for exactly this share of each record's event tokens, at most `1-p_unk`
+    unk_targets:bool=False,  # may values that are `[UNK]` or `[NULL]` be hidden and asked for?
 )->dict: # shallow copy with `event_tokens` masked, and `event_labels` (T,) int64 and `mlm_mask` (T,) bool
     "A copy of a packed batch with some event values hidden"
     if done := [k for k in ('mlm_mask','event_labels') if k in b]:

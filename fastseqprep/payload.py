@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['coordinate_names', 'payload_format', 'payload_version', 'LayoutSpec', 'layout_registry', 'StoredTensorBatch',
-           'save_pt_payload', 'load_pt_payload', 'read_pt_payload', 'concatenate_pt_batches']
+           'save_pt_payload', 'check_pt_sums', 'load_pt_payload', 'read_pt_payload', 'concatenate_pt_batches']
 
 # %% ../nbs/10d_payload.ipynb #5a298cc2
-import dataclasses, io
+import dataclasses, io, zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -32,7 +32,8 @@ class LayoutSpec:
         wrong = []
         if not self.columns or len(set(self.columns))<len(self.columns): wrong.append(f"columns {list(self.columns)} have to be one or more different names")
         if isinstance(self.context_length, bool) or not isinstance(self.context_length, int) or self.context_length<1: wrong.append(f"context_length {self.context_length!r} has to be a positive integer")
-        if self.position_base not in (0,1): wrong.append(f"position_base {self.position_base!r} has to be 0 or 1")
+        if type(self.position_base) is not int or self.position_base not in (0,1): wrong.append(f"position_base {self.position_base!r} has to be 0 or 1")
+        if not isinstance(self.allow_gaps, bool): wrong.append(f"allow_gaps {self.allow_gaps!r} has to be true or false")
         if wrong: raise ValueError(f"depth layout over {self.position_column!r}: {'; '.join(wrong)}")
 
     def to_dict(self)->dict: return dict(dataclasses.asdict(self), columns=list(self.columns))
@@ -109,7 +110,7 @@ def __repr__(self:StoredTensorBatch):
     return '\n  '.join([f'StoredTensorBatch: {len(self):,} windows', *lines])
 
 # %% ../nbs/10d_payload.ipynb #a8c4f44f
-def _feature_problems(b, specs):
+def _feature_problems(b, specs, n_classes):
     "What is wrong with the form of features and masks"
     deep = {c: name for name,s in (specs or {}).items() for c in s.columns}
     if not b.sequences:
@@ -123,6 +124,7 @@ def _feature_problems(b, specs):
     for c,v in b.sequences.items():
         if not isinstance(c, str): yield f"feature name {c!r} is not a text"
         if v.dtype.name not in pt_dtypes or v.dtype.kind=='b': yield f"feature {c!r} has dtype {v.dtype}, expected integers or floats" if v.dtype!=object else f"feature {c!r} has a dtype that numpy does not know; convert it to float32 or float16"
+        if v.dtype.kind=='f' and c in (n_classes or {}): yield f"feature {c!r} has dtype {v.dtype}, but it has a vocabulary of {n_classes[c]} ids: expected integers"
         if specs is None and v.ndim==3: allowed = [(n, width, m.shape[2]) for m in b.depth_valid_masks.values() if m.ndim==3]
         else: allowed = [(n, width, specs[deep[c]].context_length)] if c in deep else [(n, width)]
         if v.shape not in allowed or not width: yield f"feature {c!r} has shape {list(v.shape)}, expected {' or '.join(str(list(a)) for a in allowed) or 'two axes, as there is no mask of a depth layout'}"
@@ -147,45 +149,65 @@ def _coordinate_problems(b):
 # %% ../nbs/10d_payload.ipynb #57162168
 def _first(wrong)->int: return int(np.flatnonzero(wrong.reshape(len(wrong), -1).any(1))[0])
 
-def _all_finite(v)->bool:
-    "Whether no value is NaN or infinite: their sum tells, unless it overflows"
-    with np.errstate(all='ignore'): return bool(np.isfinite(v.sum(dtype=np.float64))) or bool(np.isfinite(v).all())
-
-def _value_problems(b, specs, n_classes):
-    "What is wrong with the values of a batch of the right form"
-    for c,v in b.sequences.items():
-        if v.dtype.kind=='f' and not _all_finite(v): yield f"feature {c!r} has a value that is not finite, first in window {_first(~np.isfinite(v))}"
-        if n_classes and c in n_classes and len(v):
-            if v.dtype.kind=='f': yield f"feature {c!r} has dtype {v.dtype}, but it has a vocabulary of {n_classes[c]} ids: expected integers"
-            elif v.min()<0 or v.max()>=n_classes[c]: yield f"feature {c!r} has ids from {v.min()} to {v.max()}, expected 0 to {n_classes[c]-1}; first in window {_first((v<0)|(v>=n_classes[c]))}"
+def _bound_problems(b):
+    "What is wrong with the values of coordinates"
     width = next(iter(b.sequences.values())).shape[1]
     wrong = b.split_start_item_positions >= b.split_end_item_positions
     if wrong.any(): yield f"window {_first(wrong)} has its split from {b.split_start_item_positions[wrong][0]} to {b.split_end_item_positions[wrong][0]}, expected a start before the end"
     wrong = (b.left_pad_lengths<0) | (b.left_pad_lengths>width)
     if wrong.any(): yield f"window {_first(wrong)} has left padding {b.left_pad_lengths[wrong][0]}, expected 0 to {width}"
-    padded = np.arange(width) < b.left_pad_lengths[:,None]
-    for name,m in b.depth_valid_masks.items():
-        holes = m[:,:,1:] & ~m[:,:,:-1]
-        if specs and not specs[name].allow_gaps and holes.any(): yield f"the mask of depth layout {name!r} has an empty slot before a full one in window {_first(holes)}, and the layout does not allow gaps"
-        if (m & padded[:,:,None]).any(): yield f"the mask of depth layout {name!r} marks a child at a padded position, first in window {_first(m & padded[:,:,None])}"
 
-# %% ../nbs/10d_payload.ipynb #d709227f
+# %% ../nbs/10d_payload.ipynb #ae7ade2d
+def _all_finite(v)->bool:
+    "Whether no value is NaN or infinite: their sum tells, unless it overflows"
+    with np.errstate(all='ignore'): return bool(np.isfinite(v.sum(dtype=np.float64))) or bool(np.isfinite(v).all())
+
+def _mask_problem(name, m, left_pad, allow_gaps, size=1<<14):
+    "What is wrong with the mask of a depth layout, looked at some windows at a time"
+    slots = np.arange(m.shape[1])
+    for lo in range(0, len(m), size):
+        x = m[lo:lo+size]
+        holes = x[:,:,1:] & ~x[:,:,:-1]
+        if not allow_gaps and holes.any(): return f"the mask of depth layout {name!r} has an empty slot before a full one in window {lo+_first(holes)}, and the layout does not allow gaps"
+        wrong = x & (slots<left_pad[lo:lo+size,None])[:,:,None]
+        if wrong.any(): return f"the mask of depth layout {name!r} marks a child at a padded position, first in window {lo+_first(wrong)}"
+
+def _value_problems(b, specs, n_classes):
+    "What is wrong with the values of a batch of the right form"
+    for c,v in b.sequences.items():
+        if v.dtype.kind=='f':
+            if not _all_finite(v): yield f"feature {c!r} has a value that is not finite, first in window {_first(~np.isfinite(v))}"
+        elif n_classes and c in n_classes and v.size and (v.min()<0 or v.max()>=n_classes[c]):
+            yield f"feature {c!r} has ids from {v.min()} to {v.max()}, expected 0 to {n_classes[c]-1}; first in window {_first((v<0)|(v>=n_classes[c]))}"
+    found = [_mask_problem(name, m, b.left_pad_lengths, not specs or specs[name].allow_gaps) for name,m in b.depth_valid_masks.items()]
+    yield from filter(None, found)
+
+# %% ../nbs/10d_payload.ipynb #cef897dc
 @patch
 def validate(self:StoredTensorBatch,
     layouts=None, # depth layouts by name; `{}` for none; `None` takes those that the batch shows
     *,
     n_classes=None, # feature → number of ids, checked in each feature that has an entry
-    values:bool=True, # look at the values too, not only at types and shapes
+    values:bool=True, # look at all values too, not only at types, shapes and coordinates
 )->StoredTensorBatch: # itself
     "Raise a `ValueError` that names all that is wrong"
+    if wrong := self.problems(layouts, n_classes, values): raise ValueError(f"these windows cannot be stored: {'; '.join(wrong[:10])}")
+    return self
+
+@patch
+def problems(self:StoredTensorBatch,
+    layouts=None, # as in `validate`
+    n_classes=None, # as in `validate`
+    values:bool=True, # as in `validate`
+)->list: # of str
+    "All that is wrong with a batch: its form, else its coordinates and values"
     specs = layout_registry(layouts)
-    if not isinstance(self.sequences, Mapping) or not isinstance(self.depth_valid_masks, Mapping): raise ValueError('these windows cannot be stored: features and depth masks have to be dicts of arrays')
+    if not isinstance(self.sequences, Mapping) or not isinstance(self.depth_valid_masks, Mapping): return ['features and depth masks have to be dicts of arrays']
     b = self.numpy()
     wrong = [f'{c} has no axis, expected int64 [N]' for c in coordinate_names if not getattr(b, c).ndim]
-    if not wrong: wrong = [*_feature_problems(b, specs), *_coordinate_problems(b)]
-    if values and not wrong: wrong = [*_value_problems(b, specs, n_classes)]
-    if wrong: raise ValueError(f"these windows cannot be stored: {'; '.join(wrong[:10])}")
-    return self
+    if not wrong: wrong = [*_feature_problems(b, specs, n_classes), *_coordinate_problems(b)]
+    if not wrong: wrong = [*(_value_problems(b, specs, n_classes) if values else ()), *_bound_problems(b)]
+    return wrong
 
 # %% ../nbs/10d_payload.ipynb #2bd092e0
 payload_format,payload_version = 'sequifier_tensor_batch',5
@@ -206,6 +228,15 @@ def save_pt_payload(
     write_pt(path, _payload(batch.validate(layouts, n_classes=n_classes).numpy()))
 
 # %% ../nbs/10d_payload.ipynb #cfba1de4
+def check_pt_sums(
+    path, # local path or URL of a tensor file
+)->None:
+    "Fail if a part of a tensor file does not have the check sum that it was written with"
+    try:
+        with zipfile.ZipFile(io.BytesIO(read_bytes(path)) if is_remote(path) else as_path(path)) as z: bad = z.testzip()
+    except (zipfile.BadZipFile, NotImplementedError, OSError, RuntimeError, EOFError) as e: raise ValueError(f'{path} is not a tensor file that can be read: it is no complete zip archive ({e})') from None
+    if bad: raise ValueError(f'{path}: the check sum of its part {bad!r} is wrong, so the file is damaged: copy it again, or preprocess the data again')
+
 def _opened(path, x)->StoredTensorBatch:
     "The batch in a loaded payload"
     no = lambda why: ValueError(f"{path} holds no windows that can be read: {why}")
@@ -235,14 +266,16 @@ def load_pt_payload(
     *,
     layouts=None, # depth layouts by name
     n_classes=None, # feature → number of ids, to check them
-    mmap:bool=False, # tensors over the memory-mapped file (local files)
+    mmap:bool=False, # tensors over the memory-mapped file (local files); else check sums are compared
 )->StoredTensorBatch: # over torch tensors
     "Windows of a payload as tensors, checked"
     import pickle, torch
     if not exists(path): raise FileNotFoundError(f'{path} does not exist')
+    mmap = mmap and not is_remote(path)
     source = io.BytesIO(read_bytes(path)) if is_remote(path) else as_path(path)
-    try: x = torch.load(source, map_location='cpu', weights_only=True, mmap=mmap and not is_remote(path))
+    try: x = torch.load(source, map_location='cpu', weights_only=True, mmap=mmap)
     except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as e: raise ValueError(f"{path} is not a tensor file that can be read safely: {str(e).splitlines()[0] if str(e) else type(e).__name__}") from None
+    if not mmap: check_pt_sums(path) # which torch does not look at
     return _checked(path, _opened(path, x), layouts, n_classes)
 
 def read_pt_payload(

@@ -43,10 +43,11 @@ def text_of(
     lenient:bool=False, # take anything as Python writes it
 )->str:
     "A field's text; empty if there is none"
+    if type(value) is str and value.isascii(): return value # by far the most
     if not isinstance(value, str):
         if lenient: value = str(value)
         elif value is None: return ''
-        elif isinstance(value, (int,float)) and not isinstance(value, bool): value = str(value)
+        elif isinstance(value, (int,float)) and not isinstance(value, bool) and math.isfinite(value): value = str(value)
         else: raise RecordError('wrong type', f"field {name!r} is {short_repr(value)}, expected a text; set types to 'lenient' to take it as it is written")
     return checked_text(value, name)
 
@@ -57,7 +58,8 @@ def numbers_of(
     "A field's numbers"
     if value is None: return None
     try: res = [float(o) for o in (value if isinstance(value, (list,tuple)) else [value])]
-    except (TypeError,ValueError): raise RecordError('wrong type', f"field {name!r} is {short_repr(value)}, expected a number or a list of numbers") from None
+    except (TypeError,ValueError,OverflowError): raise RecordError('wrong type', f"field {name!r} is {short_repr(value)}, expected a number or a list of numbers") from None
+    if odd := [o for o in res if not math.isfinite(o)]: raise RecordError('wrong type', f"field {name!r} has the number {odd[0]}, expected finite ones")
     return res
 
 # %% ../nbs/07c_pieces.ipynb #2bc775ea
@@ -71,7 +73,9 @@ def message_weights(
     if action not in ('train','$role'): return [0.]*len(messages)
     res = []
     for i,m in enumerate(messages):
-        w = 1. if action=='train' or roles.get(m.get('role') or '', default)=='train' else 0.
+        role = m.get('role') or ''
+        if not isinstance(role, (str,int,float)): raise RecordError('wrong type', f"message {i} has the role {short_repr(role)}, expected a text")
+        w = 1. if action=='train' or roles.get(role, default)=='train' else 0.
         train,weight = m.get('train'),m.get('weight')
         if train is not None:
             if not isinstance(train, bool): raise RecordError('wrong type', f"message {i} has train {short_repr(train)}, expected true or false")
@@ -109,18 +113,25 @@ def _weigh(weights, ranges, more):
         r = ranges[more==w]
         weights[range_index(r[:,0], r[:,1]-r[:,0])] = w
 
+def _short_rows(rows):
+    "Many short lists of ids"
+    return Ragged(np.array([o for r in rows for o in r], np.int32), lengths_to_offsets([len(r) for r in rows]))
+
 def _in_order(parts, kinds):
     "Pieces of several kinds, in the order in which they were added"
     if len(kinds) and (kinds==kinds[0]).all(): return parts[kinds[0]]
-    base = lengths_to_offsets([len(o) for o in parts])
-    order = np.empty(len(kinds), np.int64)
-    for k,part in enumerate(parts): order[kinds==k] = base[k]+np.arange(len(part))
-    return Ragged.concat(parts).take(order)
+    lengths,rows = np.empty(len(kinds), np.int64),[None]*len(kinds)
+    for k,part in enumerate(parts):
+        mine = np.flatnonzero(kinds==k)
+        lengths[mine] = part.lengths
+        for i,lo,hi in zip(mine.tolist(), part.offsets.tolist(), part.offsets[1:].tolist()): rows[i] = part.values[lo:hi]
+    return Ragged(np.concatenate(rows) if rows else parts[0].values, lengths_to_offsets(lengths))
 
 @patch
 def _all_turns(self:Pieces, kinds):
     "(number among marked texts, number among all pieces, first character) of each turn, and which are of marked texts: any other text is one turn"
     flat = np.flatnonzero(kinds<2)
+    if not self.turns: return np.stack([np.full(len(flat), -1), flat, np.zeros(len(flat), np.int64)], 1),np.zeros(len(flat), bool)
     res = np.concatenate([np.array(self.turns, np.int64).reshape(-1,3), np.stack([np.full(len(flat), -1), flat, np.zeros(len(flat), np.int64)], 1)])
     res = res[np.argsort(res[:,1], kind='stable')]
     return res,res[:,0]>=0
@@ -139,7 +150,7 @@ def encode(self:Pieces,
     starts = turns[inside]
     at = np.concatenate([spans[:,:3].astype(np.int64), np.stack([starts[:,0], starts[:,2], starts[:,2]+1], 1)])
     ids,found = tok.encode_spans(marked, at[:,0], at[:,1:]) if marked else (tok.encode([]), np.zeros((0,2), np.int64))
-    parts = [tok.encode(plain), tok.encode(special, True), ids, Ragged.from_rows(fixed, np.int32) if fixed else tok.encode([])]
+    parts = [tok.encode(plain), tok.encode(special, True), ids, _short_rows(fixed)]
     tokens = _in_order(parts, kinds)
     weights = Ragged(np.repeat(np.array(self.weights, np.float32), tokens.lengths), tokens.offsets) # those of marked texts are zero as yet
     j = at[:len(spans),0]

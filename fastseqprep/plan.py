@@ -74,8 +74,11 @@ def hash_permutation(
     epoch:int=0,       # from 0 to 2**64-1
 )->np.ndarray: # int64: what is at these places
     "The numbers at some places of a random order that is never written down"
+    places = np.asarray(places)
+    if places.size and not (places.dtype.kind in 'iu' and 0 <= places.min() and places.max() < n):
+        raise ValueError(f"Places of {n} records are integers from 0 to {n-1}, but got {places.dtype} from {places.min()} to {places.max()}.")
     bits,keys = max(2, (n-1).bit_length()), _words(8, seed, epoch, 2)
-    x = _feistel(np.asarray(places).astype(np.uint64), bits, keys)
+    x = _feistel(places.astype(np.uint64), bits, keys)
     while len(far := np.flatnonzero(x >= n)): x[far] = _feistel(x[far], bits, keys)
     return x.view(np.int64)
 
@@ -109,7 +112,7 @@ def lookahead_starts(
 )->tuple: # (n,) int64 places of the records in their new order; (batches+1,) int64 first record of each batch, and n
     "Batches filled greedily, and their gaps with the longest of the next records that fit"
     lengths = np.asarray(lengths)
-    n,least,size = len(lengths), int(lengths.min(initial=max_tokens)), _piece
+    n,least,size = len(lengths), int(lengths.min()) if len(lengths) else 0, _piece
     places,starts = np.empty(n, np.int64), [0]
     base,at,m,ends,left,drawn = 0, 0, 0, None, (), []  # `at`, `ends`, `left` and `drawn` count from `base`
     while m < n:
@@ -175,7 +178,7 @@ class Plan:
         max_tokens:int=12_000,   # token budget of a batch
         batch_size:int=None,     # records per batch; replaces the token budget
         *,
-        shuffle=False,           # a random order of all records (True), of 'block's of neighbours, by 'hash' in constant memory, or as they are (False)
+        shuffle=False,           # a random order of all records (True), of 'block's of neighbours, by 'hash' in constant memory but with gaps in batches, or as they are (False)
         seed:int=0,              # with `epoch`, decides the random order
         epoch:int=0,             # from 0
         n_events:np.ndarray=None,  # (n,) events of each record
@@ -189,8 +192,8 @@ class Plan:
         if lookahead is None: lookahead = usual_lookahead(shuffle, batch_size, max_batch_events, n_classes)
         store_attr(but='lengths, n_events')
         lengths = np.asarray(lengths)
-        self.n = len(lengths)
-        self._check(n_events)
+        self.n = len(lengths) if lengths.ndim else 0
+        self._check(lengths, n_events)
         if oversize=='refuse': self._refuse_oversize(lengths, n_events)
         if oversize=='cut': lengths,n_events = self._within_budget(lengths, n_events)
         self._order = permutation(self.n, seed, epoch) if shuffle is True else block_permutation(self.n, block, seed, epoch) if shuffle=='block' else None
@@ -216,12 +219,22 @@ class OversizeError(ValueError):
         super().__init__(f"Record {record if name is None else repr(name)} {text}")
         self.record,self.text = record,text
 
+def _sizes_wrong(name, sizes):
+    "What is wrong with sizes of records, if anything"
+    sizes = np.asarray(sizes)
+    if sizes.ndim != 1: return f"{name} is one row of integers, but got an array of shape {sizes.shape}"
+    if not sizes.size: return
+    if sizes.dtype.kind not in 'iu': return f"{name} are integers, but got {sizes.dtype}"
+    if sizes.min() < 0: return f"{name} are not negative, but record {sizes.argmin()} has {sizes.min()}"
+
 @patch
-def _check(self:Plan, n_events):
+def _check(self:Plan, lengths, n_events):
     "Fail on arguments that make no plan"
     wrong = []
     def need(ok, text):
         if not ok: wrong.append(text)
+    for name,sizes in dict(lengths=lengths, n_events=[] if n_events is None else n_events).items():
+        if text := _sizes_wrong(name, sizes): wrong.append(text)
     what,rule = ('max_tokens',self.max_tokens) if self.batch_size is None else ('batch_size',self.batch_size)
     def whole(x): return isinstance(x, (int,np.integer)) and not isinstance(x, bool)
     need(whole(rule) and rule >= 1, f"a batch needs a whole, positive {what}, but got {what}={rule!r}")
@@ -237,7 +250,7 @@ def _check(self:Plan, n_events):
         need(whole(self.max_batch_events) and self.max_batch_events >= 1, f"a batch needs a whole, positive number of events, but got max_batch_events={self.max_batch_events!r}")
         need(self.batch_size is None, "max_batch_events goes with a token budget, so leave out batch_size")
     if self.max_batch_events is not None or (self.n_classes and self.class_by=='events'):
-        need(n_events is not None and len(n_events)==self.n, f"a rule about events needs n_events, one number for each of the {self.n} records")
+        need(n_events is not None and np.shape(n_events)[:1]==(self.n,), f"a rule about events needs n_events, one number for each of the {self.n} records")
     if self.lookahead: need(self.batch_size is None and self.max_batch_events is None, "lookahead fills a token budget, so leave out batch_size and max_batch_events")
     if self.shuffle=='hash': need(not (self.lookahead or self.n_classes), "shuffle='hash' keeps no order in memory, which lookahead and n_classes need; use shuffle=True")
     text = '; '.join(wrong)
@@ -256,8 +269,9 @@ def _refuse_oversize(self:Plan, lengths, n_events):
 @patch
 def _within_budget(self:Plan, lengths, n_events):
     "The sizes of records that whoever reads them cuts to the budgets"
-    if self.batch_size is None: lengths = np.minimum(lengths, self.max_tokens)
-    return lengths, n_events if n_events is None or self.max_batch_events is None else np.minimum(n_events, self.max_batch_events)
+    def at_most(sizes, budget): return sizes if sizes.max(initial=0) <= budget else np.minimum(sizes, budget) # a budget may be more than narrow integers hold
+    if self.batch_size is None: lengths = at_most(lengths, self.max_tokens)
+    return lengths, n_events if n_events is None or self.max_batch_events is None else at_most(np.asarray(n_events), self.max_batch_events)
 
 # %% ../nbs/30a_plan.ipynb #2ec0a6d7
 @patch
@@ -360,6 +374,7 @@ def share(self:Plan,
     per_rank:bool=False, # is a step `world_size` batches, of which a rank gets one, or one batch that all share?
 )->np.ndarray: # record numbers
     "The records that one rank gets in the step that begins with batch `k`"
+    if not 0 <= rank < world_size: raise ValueError(f"Ranks count from 0 to world_size-1, but got {rank=} and {world_size=}.")
     if not per_rank: return self[k][rank::world_size]
     return self[k+rank] if k+rank < len(self) else np.zeros(0, np.int64)
 
@@ -423,10 +438,15 @@ def load(cls:Plan,
     n_events=None, # (n,) events of each record, if the rule is about them
 )->Plan:
     "Plan again what was saved"
-    d = json.loads(Path(path).read_text())
+    try: d = json.loads(Path(path).read_text())
+    except ValueError: d = None
+    if not isinstance(d, dict) or 'plan_version' not in d: raise ValueError(f"{path} is not a plan that Plan.save wrote, or it is damaged: make the plan anew and save it.")
     if d['plan_version'] != PLAN_VERSION:
         raise ValueError(f"{path} is of plan version {d['plan_version']}, but this is version {PLAN_VERSION}, which orders records in another way: make the plan anew.")
-    plan = cls(lengths, n_events=n_events, **d['arguments'])
+    args = d.get('arguments')
+    if not (isinstance(args, dict) and args.keys()==set(_arguments) and isinstance(d.get('key'), str) and all(isinstance(d.get(k), int) for k in ('records','tokens'))):
+        raise ValueError(f"{path} is not a whole plan, as Plan.save writes it: make the plan anew and save it.")
+    plan = cls(lengths, n_events=n_events, **args)
     if plan.key != d['key']:
         raise ValueError(f"{path} is a plan of {d['records']:,} records and {d['tokens']:,} tokens, but these lengths, of {plan.n:,} records and "
                          f"{plan.n_tokens.sum():,} tokens, give another plan: load it with the lengths that it was made of.")

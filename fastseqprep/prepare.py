@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['source_names', 'ColumnPlan', 'with_known_columns', 'plan_columns', 'feature_columns', 'check_static', 'make_split',
-           'spacings', 'mask_rows', 'read_metadata', 'fit_columns', 'depth_columns', 'stored_layouts', 'PreparedTable',
-           'Preparation', 'prepare']
+           'spacings', 'mask_rows', 'read_metadata', 'fit_columns', 'depth_columns', 'stored_layouts', 'fits_single',
+           'PreparedTable', 'Preparation', 'prepare']
 
 # %% ../nbs/19b_prepare.ipynb #e5a3ded1
 import json, os, warnings
@@ -15,18 +15,21 @@ from pathlib import Path
 import numpy as np, polars as pl
 from fastcore.basics import patch
 
-from .blocks import BlockSchema, compact_dtypes, unified_dtype
+from .blocks import BlockSchema, altered, compact_dtypes, unified_dtype
 from .categories import *
 from .columns import *
 from .config import *
 from .depth import *
 from .files import *
+from .metadata import find_manifest, present_layouts
 from .payload import LayoutSpec, layout_registry
 from .roles import did_you_mean
 from .rules import CardinalityRule
 from .scan import scan_file
 from .sequences import *
+from .moments import standardise
 from .source import DataSource, as_frame
+from .spill import release_pages
 from .split import *
 from .store import Ledger
 from .tables import table_files
@@ -67,10 +70,7 @@ def with_known_columns(
     said = {k: [c for c in getattr(cfg, k) if c not in names and c not in absent] for k in ('static_columns','text_columns','timestamps','target_columns')}
     problems = [f'{k}: there is no column {c!r}{did_you_mean(c, names)}' for k,cols in said.items() for c in cols]
     if problems: raise ValueError('; '.join(problems))
-    if not absent: return cfg
-    keys = 'selected_columns','categorical_columns','real_columns','column_data_types','nulls','static_columns','text_columns','timestamps'
-    def rest(v): return {k: o for k,o in v.items() if k not in absent} if isinstance(v, dict) else [o for o in v if o not in absent]
-    return cfg.model_copy(update={k: rest(v) for k in keys if (v := getattr(cfg, k)) is not None})
+    return cfg.without(absent) if absent else cfg
 
 def plan_columns(
     cfg:PreprocessConfig,
@@ -223,7 +223,10 @@ def depth_columns(
 
 def _check_reused_depth(cfg, reused, dtypes)->None:
     "Fail where metadata was made under another layout"
-    own,old = ({k: o.to_dict() for k,o in layout_registry(x).items()} for x in (stored_layouts(cfg, reused['column_data_types'], {}), {k: o for k,o in (reused.get('depth_layouts') or {}).items() if k not in reused.get('text_columns', {})}))
+    absent = {t for c in cfg.target_columns if c not in cfg.depth_features for t in (c, f'{c}_is_null')}
+    old = layout_registry({k: o for k,o in (reused.get('depth_layouts') or {}).items() if k not in reused.get('text_columns', {})})
+    old = present_layouts(old, {c for o in old.values() for c in o.columns}-absent)
+    own,old = ({k: o.to_dict() for k,o in x.items()} for x in (layout_registry(stored_layouts(cfg, reused['column_data_types'], {})), old))
     problems = []
     if own!=old: problems.append(f'depth_layouts are {own}, there they are {old}')
     if reused.get('normalize_real_columns', True)!=cfg.normalize_real_columns: problems.append(f'normalize_real_columns is {cfg.normalize_real_columns}, there it is {not cfg.normalize_real_columns}')
@@ -247,6 +250,27 @@ def _check_null_rules(columns, roles, nulls):
     wrong = [f'column {c!r} is {roles[c]} and has {int(col.nulls.sum()):,} nulls, which {nulls[c]!r} cannot fill: expected {" or ".join((*fits[roles[c]], "drop_row"))}'
              for c,col in columns.items() if col.nulls is not None and nulls[c] not in fits[roles[c]]]
     if wrong: raise ValueError(f"nulls: {'; '.join(wrong)}")
+
+# %% ../nbs/19b_prepare.ipynb #021396ec
+def fits_single(
+    col:Column,
+    f:FittedColumn, # what is known of it; its role is real
+    normalize:bool, # whether it is standardised
+)->bool:
+    "Whether 32 bits are enough for a real column, over all its rows"
+    if normalize and f.std==0: return True
+    def wrong(x):
+        if not normalize: return altered(x, np.float32).any()
+        ends = np.array([x.min(), x.max()], np.float64)
+        return (np.abs(standardise(ends, f.mean, f.std, np.float64, f.name))>np.finfo(np.float32).max).any()
+    if col.nulls is not None and not normalize and f.nulls=='mean' and wrong(np.array([f.mean])): return False
+    for a in range(0, len(col), 1<<20):
+        b = min(a+(1<<20), len(col))
+        x = np.asarray(col.values[a:b])
+        if col.nulls is not None: x = x[~np.asarray(col.nulls[a:b])]
+        if len(x) and wrong(x): return False
+        for o in (col.values, col.nulls): release_pages(o, a, b)
+    return True
 
 # %% ../nbs/19b_prepare.ipynb #8c29df9d
 @dataclass
@@ -302,7 +326,7 @@ def prepare(
     plan = plan_columns(cfg, names)
     if cfg.split_column and plan.columns is None and cfg.split_column not in names: raise ValueError(f'split_column: there is no column {cfg.split_column!r}{did_you_mean(cfg.split_column, names)}')
     how = dict(casts=plan.casts, temporal=plan.temporal, nulls=cfg.nulls or 'error', gaps=cfg.gaps, duplicates=cfg.duplicates, max_rows=cfg.max_rows,
-        read_format=cfg.read_format if source is None else None, memory_limit=cfg.memory_limit or MEMORY_LIMIT, scratch=scratch)
+        read_format=cfg.read_format if source is None else None, memory_limit=cfg.memory_limit or (NESTED_LIMIT if cfg.depth_layouts else MEMORY_LIMIT), scratch=scratch)
     if cfg.depth_layouts:
         nested,ledger = read_nested(src, cfg.depth_layouts, plan.columns, **how)
         seqs,children,found = nested.items,nested.children,nested.columns
@@ -315,23 +339,34 @@ def prepare(
     split = make_split(cfg, seqs)
     split.guard(spacings(cfg))
     fitted = fit_columns(cfg, columns, split, reused, children)
-    if cfg.compact: _make_compact(cfg, fitted, columns)
+    if cfg.compact: _make_compact(cfg, fitted, columns, reused)
     mask = mask_rows(seqs.columns[cfg.mask_column]) if cfg.mask_column else None
-    features,slots = fitted.encode(columns, mask, exact=bool(children)), {k: o.slots for k,o in children.items()}
+    features,slots = fitted.encode(columns, mask, exact=bool(children), folder=seqs.folder), {k: o.slots for k,o in children.items()}
     for f in fitted:
-        if f.role=='text': features[f.name],slots[f.name] = f.encode_text(columns[f.name], mask)
+        if f.role=='text': features[f.name],slots[f.name] = f.encode_text(columns[f.name], mask, seqs.folder)
     dtypes = {f.name: f.dtype for f in fitted}
     common = {**reused['column_data_types'], **dtypes} if reused else None
     layouts = stored_layouts(cfg, dtypes, {f.name: f.max_tokens for f in fitted if f.role=='text'})
     table = PreparedTable(seqs.out_ids, seqs.offsets, seqs.positions, split.bounds, {n: features[n] for n in dtypes}, dtypes, _curriculum(cfg, seqs, names), common, layouts, slots)
     return Preparation(table, seqs, split, fitted, ledger, reused, children)
 
-def _make_compact(cfg, fitted, columns):
+def _declared_before(cfg, reused):
+    "Types that an earlier run was given for its columns; None if that is not known, as of other tools and of files that were edited"
+    if not reused: return
+    try: manifest,_ = find_manifest(cfg.reused_metadata_path, reused)
+    except StoreError: return
+    return manifest and (manifest.config.get('column_data_types') or {})
+
+def _make_compact(cfg, fitted, columns, reused):
     "Give each column without a declared dtype the smallest one that fits"
+    before = _declared_before(cfg, reused) # by the run whose metadata is used; what it chose by its own rows is chosen anew
+    declared = {**(before or {}), **(cfg.column_data_types or {})}
     ranges = {f.name: (columns[f.name].values.min(), columns[f.name].values.max()) for f in fitted if f.role=='temporal' and len(columns[f.name])}
-    small = compact_dtypes({f.name: f.dtype for f in fitted}, {f.name: f.n_classes for f in fitted if f.role in ('categorical','text')}, ranges)
+    dtypes = {f.name: default_dtype(columns[f.name].dtype, f.role) if f.role=='real' and before is not None else f.dtype for f in fitted}
+    single = [f.name for f in fitted if dtypes[f.name]=='Float64' and f.name not in declared and fits_single(columns[f.name], f, fitted.normalize)]
+    small = compact_dtypes(dtypes, {f.name: f.n_classes for f in fitted if f.role in ('categorical','text')}, ranges, single)
     for f in fitted:
-        if f.name not in (cfg.column_data_types or {}): f.dtype = small[f.name]
+        if f.name not in declared: f.dtype = small[f.name]
 
 def _curriculum(cfg, seqs, names)->dict:
     "Curriculum columns in stored order: that of the config, but for pt that in which a CSV file or an unselected table has them"

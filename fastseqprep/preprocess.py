@@ -22,7 +22,7 @@ from .categories import OTHER, UNKNOWN
 from .config import *
 from .depth import *
 from .files import *
-from .metadata import dataset_metadata, split_metadata, write_metadata
+from .metadata import dataset_metadata, run_facts, split_metadata, write_metadata
 from .prepare import *
 from .ragged import lengths_to_offsets
 from .resume import *
@@ -31,6 +31,7 @@ from .tables import table_files
 from .source import DataSource, as_frame
 from .store import *
 from .window import *
+from .window import _items, _part_ends
 
 # %% ../nbs/20_preprocess.ipynb #a15a61fd
 SHARD_BYTES = 256<<20 # a shard that would be larger is cut
@@ -63,14 +64,14 @@ def shard_edges(
     offsets, # (S+1,) of `window_offsets`
     per_shard:int, # sequences in a shard
     window_bytes:int, # bytes of one window
-    limit:int=SHARD_BYTES, # most bytes of a shard
+    limit:int=None, # most bytes of a shard; by default `SHARD_BYTES`
     by_window:bool=False, # count windows, not sequences
 )->np.ndarray: # (n_shards+1,) int64, window numbers
     "Where each shard begins, and where the last one ends"
-    if by_window: return np.append(np.arange(0, offsets[-1], max(1, min(per_shard, limit//window_bytes))), offsets[-1])
+    most = max(1, (SHARD_BYTES if limit is None else limit)//window_bytes)
+    if by_window: return np.append(np.arange(0, offsets[-1], min(per_shard, most)), offsets[-1])
     with_windows = np.flatnonzero(offsets[1:]>offsets[:-1])
     edges = np.append(offsets[with_windows[::per_shard]], offsets[-1])
-    most = max(1, limit//window_bytes)
     if not len(with_windows): return np.zeros(1, np.int64)
     return np.concatenate([*(np.arange(a, b, most) for a,b in zip(edges[:-1], edges[1:])), edges[-1:]])
 
@@ -108,11 +109,9 @@ def windows_within(
     else:
         starts = b-W+(j+1-count)*(at.aligned[0]*at.aligned[1])
         first,left_pad = begin+starts, np.maximum(-starts, 0)
-    ends = plan_windows(np.array([0,b-a]), table.positions[begin+a:begin+b], np.array([[0,b-a]]), 0, max(b-a, 1), ids=[table.out_ids[s]])  # checks the limits of positions
-    full = lambda x: np.full(len(j), x)
-    items = np.asarray(table.positions[first+left_pad], np.int64)
-    if (items<np.iinfo(np.int64).min+left_pad).any(): raise ValueError(f'sequence {table.out_ids[s]} begins at item position {items[0]}; padded positions before it do not fit in 64 bits')
-    return Windows(W, full(s), j, first, left_pad, items-left_pad, full(ends.split_start_item[0]), full(ends.split_end_item[0]))
+    seq,positions = np.full(len(j), s),np.asarray(table.positions)
+    ends = _part_ends(positions, np.array([begin+a]), np.array([begin+b]), table.out_ids, seq[:1])
+    return Windows(W, seq, j, first, left_pad, _items(positions, first, left_pad, W, table.out_ids, seq), *(np.full(len(j), x[0]) for x in ends))
 
 def planned_windows(
     table:PreparedTable,
@@ -250,6 +249,7 @@ def show_windows(self:PreprocessResult,
     max_slots:int=16, # most slots that text and table show
 ): # `ShownWindows`
     "Decode some stored windows"
+    if not self.manifest.outputs: raise StoreError(f'{self.metadata_path} is not what this run has written: it was a dry run, or another run of that name came later')
     from fastseqprep.show_windows import shown_windows
     return shown_windows(self, split, n, sequence, max_slots)
 
@@ -306,9 +306,10 @@ def as_config(
     config, # `PreprocessConfig`, or its keys
     source=None, # rows that are handed over
 )->PreprocessConfig:
-    "A configuration; for rows that are handed over, with a name and a root where none are given"
-    if isinstance(config, PreprocessConfig): return config
-    keys = dict(config)
+    "A configuration; for rows that are handed over, with what their `DataSource` says and the configuration leaves open"
+    made = isinstance(config, PreprocessConfig)
+    if made and not isinstance(source, DataSource): return config
+    keys = {k: getattr(config, k) for k in config.model_fields_set} if made else dict(config)
     if source is not None:
         keys.setdefault('project_root', '.')
         if 'dataset_name' not in keys and keys.get('preprocessing_data_path') is None: keys['dataset_name'] = source.name if isinstance(source, DataSource) else 'data'
@@ -386,7 +387,7 @@ def _finish(cfg, prep, run, tasks, done):
     splits = split_facts(prep, [f[0] for f in facts], [f[1] for f in facts], cfg.widths)
     def kind(c): return str(pl.Datetime('us', 'UTC')) if c.is_text else str(c.dtype) # ISO text is read as UTC, in microseconds
     sources = {f.name: f.source for f in prep.fitted} | {c: kind(prep.seqs.columns[c]) for c in cfg.timestamps if c in prep.seqs.columns}
-    run.finish(outputs, ledger=prep.ledger, facts=dict(splits=splits, sequences=len(prep.table), source_data_types=sources), fitted_hash=None)
+    run.finish(outputs, ledger=prep.ledger, facts=dict(**run_facts(cfg.seed), splits=splits, sequences=len(prep.table), source_data_types=sources), fitted_hash=None)
 
 def _dry_run(cfg, source, manifest):
     "What a run would find, without a file"

@@ -247,7 +247,7 @@ def preview(
         source = cfg.sources.get(name)
         if source is None and o.values.dtype.kind=='f' or source is not None and is_value(source): values[name] = o.values.values; continue
         made = getattr(builder, 'sources', {}).get(name)
-        owners = _section_owners(cfg, source, made.filtered, record) if made is not None else []
+        owners = _section_owners(cfg, source, made.filtered, builder.shaped(record)) if made is not None else []
         many = o.groups is not None
         for k in range(len(o.values)):
             ids = o.values[k]

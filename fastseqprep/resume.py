@@ -209,6 +209,7 @@ def _begin(self:Run, overwrite:bool)->Run:
     moving = going and has_manifest(self.work)
     if moving: self._publish(read_manifest(self.work))
     self.done = self._finished(key) if moving or not overwrite else None
+    if self.done is not None and exists(self.work): remove_folder(self.work) # left by a run that was killed while it cleaned up
     if self.done is None and (moving or not going):
         remove_folder(self.work)
         self._mark()

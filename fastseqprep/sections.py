@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['builders', 'Output', 'SourceBuilder', 'Built', 'Builder', 'register_builder', 'make_builder', 'SingleBuilder',
-           'MultiBuilder', 'SectionedBuilder', 'as_dtype', 'preference_record']
+           'MultiBuilder', 'SectionedBuilder', 'as_dtype']
 
 # %% ../nbs/07_sections.ipynb #b4723f4f
 import json
@@ -85,8 +85,7 @@ class SourceBuilder:
         bos = tok.vocab.get(tok.map_tokens.get('bos_token'))
         self.bos = bos if self.chats and cfg.bos=='first' and not self.source.list_field else None
         self.eos = tok.token_id('eos_token') if cfg.append_eos and not self.chats else -1
-        roles = 'train' in (cfg.mask_default, *cfg.mask.values())
-        self.trainable = any(o.action=='train' or o.action=='$role' and o.template and roles for o in self.source.sections)
+        self.trainable = any(o.action=='train' or o.action=='$role' and o.template for o in self.source.sections)
         self.filtered = not self.chats and all(o.action=='train' for o in self.source.sections) and not self.source.list_field
 
 # %% ../nbs/07_sections.ipynb #726a6ff1
@@ -142,7 +141,9 @@ def _add_record(self:SourceBuilder, pieces, row, record):
     for s in self.source.sections:
         value = record.get(s.field, '')
         if s.template:
-            if not isinstance(value, list) and not lenient and value not in (None,''): raise RecordError('wrong type', f"field {s.field!r} is {short_repr(value)}, expected a list of messages")
+            if not isinstance(value, list) and not lenient and value not in (None,''):
+                hint = "; builder 'preference' takes a prompt and two answers" if s.field in ('chosen','rejected') else ''
+                raise RecordError('wrong type', f"field {s.field!r} is {short_repr(value)}, expected a list of messages{hint}")
             if isinstance(value, list) and value: self._add_chat(pieces, row, s, value, record)
             continue
         text = text_of(value, s.field, lenient)
@@ -219,7 +220,7 @@ def build(self:SourceBuilder,
     return self._finish(pieces.encode(self.tok, row, self.eos), counts, status)
 
 # %% ../nbs/07_sections.ipynb #3c49d188
-def _cut(rows, n, side): return rows.head(n) if side=='keep_start' else rows.tail(n)
+def _cut(rows, n, side): return rows if not len(rows.values) or rows.lengths.max()<=n else rows.head(n) if side=='keep_start' else rows.tail(n)
 
 def _turn_rows(turns, lengths, kept, side):
     "Places of turns for each row, after cutting"
@@ -285,6 +286,12 @@ class Builder:
         "Outputs for records"
         raise NotImplementedError(f"{type(self).__name__} has no build")
 
+    def shaped(self,
+        record:dict,
+    )->dict:
+        "A record as its sections are read"
+        return record
+
     def one(self,
         record:dict,
     )->dict|None: # name → list; None if a rule leaves it out
@@ -343,16 +350,31 @@ class SectionedBuilder(_Sections):
 
 # %% ../nbs/07_sections.ipynb #9ddaf0a7
 def _domain(record, key):
+    "Domain of a record, or the error that it has"
     value = record.get(key) if key else None
-    return value if isinstance(value, str) else '__default__'
+    try: return checked_text(value, key) if isinstance(value, str) else '__default__'
+    except RecordError as e: return e
+
+@patch
+def _check_rewards(self:_Sections, outs, status):
+    "Each response of a group has its reward"
+    responses,rewards = outs.get('responses'),outs.get('rewards')
+    if self.cfg.types=='lenient' or responses is None or rewards is None or responses.groups is None or not is_value(self.cfg.sources['rewards']): return
+    a,b = np.diff(responses.groups),rewards.values.lengths
+    for i in np.flatnonzero(a!=b).tolist():
+        if status[i] is None: status[i] = RecordError('wrong type', f"there are {a[i]} responses and {b[i]} rewards, expected one reward for each response")
 
 @patch
 def build(self:_Sections, records):
     status = [None if isinstance(o, Mapping) else RecordError('not an object', f"the record is {short_repr(o)}, expected an object") for o in records]
+    domains = [_domain(o, self.cfg.output.domain_key) if isinstance(o, Mapping) else None for o in records]
+    for i,o in enumerate(domains):
+        if isinstance(o, RecordError): status[i] = o
     outs = {k:s.build(records, status) for k,s in self.sources.items()}
+    self._check_rewards(outs, status)
     rows = np.array([i for i,o in enumerate(status) if o is None], np.int64)
-    return Built(rows, {k:o.take(rows) for k,o in outs.items()}, {k:s.mask_name for k,s in self.sources.items()},
-                 [_domain(records[i], self.cfg.output.domain_key) for i in rows.tolist()],
+    return Built(rows, {k:o if len(rows)==len(records) else o.take(rows) for k,o in outs.items()}, {k:s.mask_name for k,s in self.sources.items()},
+                 [domains[i] for i in rows.tolist()],
                  [(i,o) for i,o in enumerate(status) if isinstance(o, str)],
                  [(i,o.reason,str(o)) for i,o in enumerate(status) if isinstance(o, RecordError)])
 
@@ -367,23 +389,3 @@ def as_dtype(
         info,low,high = np.iinfo(dtype),values.min(),values.max()
         if not (low>=info.min and high<=info.max): raise ValueError(f"{name} has the value {high if high>info.max or high!=high else low}, which {dtype} does not hold; set output.dtype.{name} to a wider type or to auto")
     return values.astype(dtype)
-
-# %% ../nbs/07_sections.ipynb #8b467f89
-def _turns_of(value, role, what):
-    if isinstance(value, str): return [dict(role=role, content=value)]
-    if isinstance(value, list) and value and all(isinstance(m, Mapping) for m in value): return [dict(m) for m in value]
-    raise RecordError('wrong type', f"{what} is {short_repr(value)}, expected a text or a list of messages")
-
-def preference_record(
-    record:dict, # with chosen and rejected, and a prompt (or input) if they are only answers
-)->dict:         # the same with two whole conversations, chosen and rejected
-    "A record of preferences as two conversations"
-    if lost := [o for o in ('chosen','rejected') if not record.get(o)]: raise RecordError('missing', f"there is no {' and no '.join(lost)}")
-    prompt = record.get('prompt') or record.get('input')
-    res = {k:v for k,v in record.items() if k not in ('prompt','input')}
-    for o in 'chosen','rejected':
-        answer = _turns_of(record[o], 'assistant', o)
-        before = [{**m, 'train':False} for m in _turns_of(prompt, 'user', 'prompt')] if prompt else []
-        if not before and isinstance(record[o], str): raise RecordError('missing', f"there is no prompt, which {o} would answer")
-        res[o] = before+answer
-    return res

@@ -21,7 +21,7 @@ from .files import atomic_write, read_json, read_npy, write_json, write_npy
 from .ragged import lengths_to_offsets
 from .scan import read_chunks
 from .source import DataSource, as_frame
-from .spill import bucket_order, null_int
+from .spill import bucket_order, null_int, release_pages, scratch_array
 from .store import Ledger
 from .tables import TableScan, open_table, table_files
 from .vocab import find_sorted
@@ -169,21 +169,44 @@ def _memory(t:TableScan, k:_Chunks, policy:Policy)->tuple:
 # %% ../nbs/00e_sequences.ipynb #d72e5286
 def _sequences(t:TableScan, ids, rank, pos, sub, cols, folder=None)->Sequences:
     "`Sequences` of rows in order"
-    counts = np.bincount(rank, minlength=len(ids))
+    counts,starts,positions = np.zeros(len(ids), np.int64),[],[]
+    for a in range(0, len(rank), _block):
+        b = min(a+_block, len(rank))
+        r,p = np.asarray(rank[a:b]),np.asarray(pos[a:b])
+        if sub is not None: # items: rows that differ from the one before
+            first = a==0 or rank[a-1]!=r[0] or pos[a-1]!=p[0]
+            new = np.flatnonzero(np.concatenate([[first], (r[1:]!=r[:-1]) | (p[1:]!=p[:-1])]))
+            starts.append(new+a); positions.append(p[new])
+            r = r[new]
+        counts += np.bincount(r, minlength=len(ids))
+        release_pages(rank, a, b); release_pages(pos, a, b)
     if sub is None: return Sequences(ids, lengths_to_offsets(counts), pos, cols, t.name, folder=folder)
-    new = np.concatenate([[True], (rank[1:]!=rank[:-1]) | (pos[1:]!=pos[:-1])])
-    starts = np.flatnonzero(new)
-    items = lengths_to_offsets(np.bincount(rank[starts], minlength=len(ids)))
-    return Sequences(ids, items, pos[starts], cols, t.name, np.append(starts, len(rank)), sub, folder)
+    items = [_kept(folder, _concat(x)) for x in (positions, [*starts, np.array([len(rank)])])]
+    return Sequences(ids, lengths_to_offsets(counts), items[0], cols, t.name, items[1], sub, folder)
+
+_block = 1<<20 # rows looked at together
+
+def _kept(folder, x):
+    "An array as a file, if there is a folder for it"
+    if folder is None: return x
+    out = scratch_array(folder, x.dtype, len(x))
+    out[:] = x
+    release_pages(out)
+    return out
 
 def _trim(c:Column)->Column:
     "A text column whose dictionary holds only texts that occur"
     seen = np.zeros(len(c.dictionary)+1, bool)
-    seen[c.values] = True
+    blocks = [slice(a, a+_block) for a in range(0, len(c), _block)]
+    for b in blocks:
+        seen[c.values[b]] = True
+        release_pages(c.values, b.start, b.stop)
     seen = seen[:-1]
     if seen.all(): return c
     lut = np.append(np.cumsum(seen, dtype=np.int32)-np.int32(1), np.int32(-1))
-    c.values[:] = lut[c.values]
+    for b in blocks:
+        c.values[b] = lut[c.values[b]]
+        release_pages(c.values, b.start, b.stop)
     c.dictionary = c.dictionary.filter(pl.Series(seen))
     return c
 
@@ -201,15 +224,15 @@ def bucket_ids(
     return np.array(cuts)
 
 # %% ../nbs/00e_sequences.ipynb #5c9bfc50
-def _array(folder:Path, name, dtype, n): return np.lib.format.open_memmap(folder/f'{name}.npy', 'w+', dtype, (n,))
-
 def _deal(t:TableScan, k:_Chunks, arrays:dict, cuts, counts):
     "Write the rows of all chunks to the ranges of their buckets"
     where = lengths_to_offsets(counts)[cuts[:-1]]   # next free row of each bucket
     of_id = np.repeat(np.arange(len(cuts)-1), np.diff(cuts))
     for i,chunk in enumerate(k.chunks):
         rank = k.rank(i)
-        order,at = bucket_order(of_id[rank], len(cuts)-1)
+        bucket = of_id[rank]
+        if (bucket[1:]>=bucket[:-1]).all(): order,at = slice(None),lengths_to_offsets(np.bincount(bucket, minlength=len(cuts)-1))
+        else: order,at = bucket_order(bucket, len(cuts)-1)
         parts = dict(rank=rank, position=chunk.get('position'), sub=chunk.get('sub'))
         for j,c in enumerate(t.columns):
             parts[f'{j}'],none = _part(t, k, i, c, j)
@@ -217,16 +240,20 @@ def _deal(t:TableScan, k:_Chunks, arrays:dict, cuts, counts):
         for name,out in arrays.items():
             x = parts[name][order]
             for b in np.flatnonzero(np.diff(at)): out[where[b]:where[b]+at[b+1]-at[b]] = x[at[b]:at[b+1]]
+            release_pages(out)
         where += np.diff(at)
 
 def _sort_buckets(t:TableScan, k:_Chunks, arrays:dict, edges, policy)->tuple:
     "Sort the rows of each bucket in place; rows kept, rows dropped"
     to,out = 0,0
     for lo,hi in zip(edges[:-1], edges[1:]):
-        part = {name:np.array(x[lo:hi]) for name,x in arrays.items()}
-        rows,n = check_order(t, sort_rows(part['rank'], part['position'], part.get('sub')), policy, lambda i: k.ids[i])
-        part |= dict(rank=rows.rank, position=rows.position) | ({} if rows.sub is None else dict(sub=rows.sub))
-        for name,x in part.items(): arrays[name][to:to+len(rows.rank)] = x if rows.take is None or name in ('rank','position','sub') else x[rows.take]
+        keys = {name:np.array(arrays[name][lo:hi]) for name in ('rank','position','sub') if name in arrays}
+        rows,n = check_order(t, sort_rows(keys['rank'], keys['position'], keys.get('sub')), policy, lambda i: k.ids[i])
+        for name,x in arrays.items():
+            new = getattr(rows, name) if name in keys else None
+            if to<lo or rows.take is not None or new is not keys.get(name): # else it stands as it should
+                x[to:to+len(rows.rank)] = new if name in keys else x[lo:hi].copy() if rows.take is None else x[lo:hi][rows.take]
+            release_pages(x, to, hi)
         to,out = to+len(rows.rank),out+n
     return to,out
 
@@ -240,7 +267,7 @@ def _disk(t:TableScan, k:_Chunks, policy:Policy, folder:Path, most:int)->tuple:
     for j,c in enumerate(t.columns):
         kinds[f'{j}'] = np.int32 if c in k.dicts else np.int64 if t.dtypes[c].is_temporal() else pl.Series([], dtype=t.dtypes[c]).to_numpy().dtype
         if any(f'{j}.nulls' in o.names for o in k.chunks): kinds[f'{j}.nulls'] = np.bool_
-    arrays = {name:_array(folder, name, kind, n) for name,kind in kinds.items()}
+    arrays = {name:scratch_array(folder, kind, n, name) for name,kind in kinds.items()}
     _deal(t, k, arrays, cuts, counts)
     kept,dropped = _sort_buckets(t, k, arrays, lengths_to_offsets(counts)[cuts], policy)
     arrays = {name:x[:kept] for name,x in arrays.items()}
@@ -291,6 +318,7 @@ def _clean(seqs:Sequences)->Sequences:
     "Leave out masks of nulls that have none"
     for c in seqs.columns.values():
         if c.nulls is not None and not c.nulls.any(): c.nulls = None
+        release_pages(c.nulls)
     return seqs
 
 # %% ../nbs/00e_sequences.ipynb #9871add3
@@ -315,10 +343,10 @@ def _ahead(t:TableScan, frames, folder):
                 yield n, made.result()
         for n,made in pending: yield n, made.result()
 
-def _read_all(t:TableScan, rows:int, folder=None)->tuple:
+def _read_all(t:TableScan, chunk_rows:int, folder=None)->tuple:
     "All chunks of a table; rows read and dropped by reason"
     chunks,read,dropped = [],0,{}
-    for n,(chunk,out) in _ahead(t, (o for s in t.specs for o in read_chunks(s, rows)), folder):
+    for n,(chunk,out) in _ahead(t, (o for s in t.specs for o in read_chunks(s, chunk_rows)), folder):
         read += n
         for reason,k in out.items(): dropped[reason] = dropped.get(reason, 0)+k
         if chunk is not None: chunks.append(chunk)

@@ -67,17 +67,20 @@ def __call__(self:SpanMask,
     sequences, positions, # (B,) int64 that tell samples apart
     epoch:int=0,
     n_classes:dict=None, # column → number of ids
+    depth:dict=None, # column of children → (B, C, slots) bool, true where a child is
 )->tuple: # inputs; (B, C) bool
     "Inputs with some rows hidden, and which"
     with np.errstate(over='ignore'): hashes = mix64(mix64(sequences.astype(np.uint64)+np.uint64(1))+positions.astype(np.uint64))
     keys,(B,C) = record_keys(hashes, self.seed, epoch),valid.shape
     hidden,how = self.spans(valid, keys),_uniform(keys[2], C)
     masked,other = hidden & (how<self.masked),hidden & (how>=self.masked) & (how<self.masked+self.random)
-    some,res = _uniform(keys[3], C*2*len(inputs)).reshape(B, len(inputs), 2, C),{}
-    for i,(c,v) in enumerate(inputs.items()):
-        deep = lambda m: m.reshape(*m.shape, *[1]*(v.ndim-2))
-        real = v.dtype.kind=='f'
-        if real: value = np.sqrt(-2*np.log(some[:,i,0]))*np.cos(2*np.pi*some[:,i,1])
-        else: value = np.minimum(3+(some[:,i,0]*max((n_classes or {}).get(c, 4)-3, 1)).astype(np.int64), max((n_classes or {}).get(c, 4)-1, 0))
-        res[c] = np.where(deep(masked), v.dtype.type(0 if real else 2), np.where(deep(other), deep(value.astype(v.dtype)), v))
+    sizes = [v[0].size if B else 0 for v in inputs.values()] # each slot of each input has two draws
+    some,at,res = _uniform(keys[3], 2*sum(sizes)),0,{}
+    for (c,v),size in zip(inputs.items(), sizes):
+        a,b = (some[:,at+i*size:at+(i+1)*size].reshape(v.shape) for i in (0,1))
+        at,n,real = at+2*size,(n_classes or {}).get(c, 4),v.dtype.kind=='f'
+        value = np.sqrt(-2*np.log(a))*np.cos(2*np.pi*b) if real else np.minimum(3+(a*max(n-3, 1)).astype(np.int64), max(n-1, 0))
+        there = depth[c] if v.ndim>2 and c in (depth or {}) else True # empty slots of children stay empty
+        deep = lambda m: m.reshape(*m.shape, *[1]*(v.ndim-2)) & there
+        res[c] = np.where(deep(masked), v.dtype.type(0 if real else 2), np.where(deep(other), value.astype(v.dtype), v))
     return res,hidden

@@ -162,15 +162,16 @@ def cutoff_values(
     what:str='split_column', # what to call it in them
 )->np.ndarray:        # (N,) int64, to be compared with the boundaries
     "A column as numbers that can be compared with boundaries"
-    column,t = column or s.name, s.dtype
-    if s.null_count(): raise ValueError(f"split_column {column!r} has {s.null_count():,} nulls of {len(s):,} values: a row without a value belongs to no split.")
+    column,t,cuts = column or s.name, s.dtype, what=='split_column'
+    if s.null_count(): raise ValueError(f"{what} {column!r} has {s.null_count():,} nulls of {len(s):,} values: {'a row without a value belongs to no split' if cuts else 'each row needs a value'}.")
     if kind=='integer':
-        if not t.is_integer(): raise ValueError(f"split_column {column!r} is {t}, but split_values are whole numbers: give times for a column of times, or choose an integer column.")
+        if not t.is_integer(): raise ValueError(f"{what} {column!r} is {t}, but {'split_values are' if cuts else 'it is compared with'} whole numbers: give times for a column of times, or choose an integer column.")
         return _int64(s)
     if t in (pl.Categorical,pl.Enum): s,t = s.cast(pl.String), pl.String
     if t==pl.String: return _text_micros(s, column, what).to_numpy()
     if t==pl.Date: return _times(s, 86_400*10**6)
-    if t!=pl.Datetime: raise ValueError(f"split_column {column!r} is {t}, but split_values are times: give whole numbers for an integer column, or choose a column of dates, datetimes or ISO text.")
+    if t!=pl.Datetime:
+        raise ValueError(f"{what} {column!r} is {t}, " + ('but split_values are times: give whole numbers for an integer column, or choose a column of dates, datetimes or ISO text.' if cuts else 'expected dates, datetimes or ISO text.'))
     return s.to_physical().to_numpy()//1000 if t.time_unit=='ns' else _times(s, 10**6//UNITS[t.time_unit])
 
 # %% ../nbs/04_split.ipynb #599df1c3

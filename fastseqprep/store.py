@@ -315,10 +315,18 @@ def unlisted(self:Store)->list:
 
 @patch
 def __repr__(self:Store):
-    m,n = self.manifest,len(self.shards)
-    if m is None: return f'Store({self.folder}: {n} shards, no manifest)'
-    total = lambda k: sum(getattr(o, k) or 0 for o in m.outputs if o.kind=='shard')
-    return f"Store({self.folder}: {m.job}, {n} shards, {total('rows'):,} rows, {total('tokens'):,} tokens)"
+    m = self.manifest
+    if m is None: return f'Store({self.folder}: {len(self.shards)} shards, no manifest)'
+    n,rows,tokens = self._totals()
+    return f"Store({self.folder}: {m.job}, {n} shard{'s' if n!=1 else ''}, {rows:,} row{'s' if rows!=1 else ''}, {tokens:,} tokens)"
+
+@patch
+def _totals(self:Store)->tuple: # shards, rows, tokens
+    "What is in all shards; a shard that is a folder, with a file for each output, counts once, by its first output"
+    told = self.manifest.facts.get('shards') if self.manifest.job=='text' else None
+    if told is not None: return len(told),sum(s['records'] for s in told),sum(next(iter(s['tokens'].values())) for s in told)
+    files = [o for o in self.manifest.outputs if o.kind=='shard']
+    return len(files),sum(o.rows or 0 for o in files),sum(o.tokens or 0 for o in files)
 
 # %% ../nbs/10_store.ipynb #7446388d
 def _shard_number(name:str)->tuple:

@@ -33,10 +33,26 @@ def overrides(
     if found.get('randomize'): res['seed'] = int.from_bytes(os.urandom(8), 'little') % 10**9
     for flag,key in dict(seed='seed', data_path='preprocessing_data_path', n_cores='n_cores').items():
         if found.get(flag) is not None: res[key] = found[flag]
-    if (names := found.get('selected_columns')) is not None: res['selected_columns'] = None if names==['None'] else names
+    if (names := found.get('selected_columns')) is not None:
+        if 'None' in names and len(names)>1: raise ValueError(f"--selected-columns is {' '.join(names)}: None stands alone, for all columns, or is left out")
+        res['selected_columns'] = None if names==['None'] else names
     return res
 
 # %% ../nbs/49_table_command.ipynb #7f211a56
+_flags = dict(seed='--seed', preprocessing_data_path='--data-path', n_cores='--n-cores', selected_columns='--selected-columns')
+
+def _configuration(path, more)->'PreprocessConfig':
+    "The configuration of a file with the flags over it; errors tell whose mistake it is"
+    from fastseqprep.compose import compose, override
+    from fastseqprep.config import ConfigError, PreprocessConfig
+    keys = override(compose(path), more)
+    try: return PreprocessConfig(**keys)
+    except ConfigError as e:
+        def mine(p): return next((k for k in more if p.startswith((f'{k}:', f'{k}.', f'{k}['))), None)
+        problems = [p if (k := mine(p)) is None else _flags[k]+p[len(k):] for p in e.problems]
+        if all(map(mine, e.problems)): raise ConfigError(problems, 'command line') from None
+        raise ConfigError([p if p==was else f'command line: {p}' for p,was in zip(problems, e.problems)], os.fspath(path)) from None
+
 def preprocess_command(
     config_path='configs/preprocess.yaml', # YAML file with the configuration
     engine='threads', # or 'processes'
@@ -45,10 +61,10 @@ def preprocess_command(
     **flags, # further flags, see `overrides`
 ):
     "Cut a table into split, encoded windows, as a YAML configuration says"
-    from fastseqprep.config import ConfigError, PreprocessConfig
+    from fastseqprep.compose import ConfigError
     try: more = overrides(flags)
     except ValueError as e: raise ConfigError(str(e), 'command line') from None
-    cfg = PreprocessConfig.from_yaml(config_path, **more)
+    cfg = _configuration(config_path, more)
     if 'randomize' in flags and flags['randomize'] and not quiet: print(f'seed: {cfg.seed}')
     from fastseqprep.preprocess import preprocess
     with warnings.catch_warnings():

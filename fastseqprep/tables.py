@@ -11,12 +11,24 @@ from dataclasses import dataclass, field
 import numpy as np, polars as pl
 from fastcore.basics import listify
 
-from .files import file_size
+from .files import file_size, fs_of
+from .keys import NULL_RULES
 from .roles import Roles, did_you_mean, is_text
 from .scan import INFER_ROWS, Files, ScanSpec, explicit_types, few_names, find_files, first_line, scan_file, unify_dtypes
 from .times import TimeRule
 
 # %% ../nbs/00da_tables.ipynb #1f28f46b
+def _check_format(path, format):
+    "Fail for a CSV file that is a Parquet file, and for text that is to be one"
+    if format not in ('csv','parquet'): return
+    try:
+        fs,p = fs_of(path)
+        head = fs.cat_file(p, end=64)
+    except (OSError,ValueError): return # the reader will tell
+    if format=='csv' and head[:4]==b'PAR1': raise ValueError(f"{path}: is a Parquet file, and is to be read as csv: set read_format: parquet.")
+    if format=='parquet' and head and head[:4]!=b'PAR1' and (text := head.decode('utf-8', 'ignore').split('\n')[0].rstrip('\r')).isprintable() and ',' in text:
+        raise ValueError(f"{path}: cannot be read as parquet: it is text that begins with {text!r}; if it is a CSV file, set read_format: csv.")
+
 def table_files(
     path,                  # a file, or a folder with all below it
     read_format:str=None,  # `'csv'`, `'parquet'` or another that `find_files` knows; None to go by the suffix
@@ -28,6 +40,7 @@ def table_files(
     at = sorted(range(len(f.paths)), key=lambda i: [(1,p) for p in f.labels[i].split('/')[:-1]]+[(0,f.labels[i].rpartition('/')[2])])
     if read_format is not None and not whole: at = [i for i in at if f.labels[i].endswith(read_format)]
     if not at: raise ValueError(f"{path}: no file there has a name that ends with {read_format}; put the files there, or set read_format.")
+    for i in at: _check_format(f.paths[i], f.format)
     return f._replace(paths=[f.paths[i] for i in at], labels=[f.labels[i] for i in at], options={k:v for k,v in f.options.items() if k!='hive_partitioning'})
 
 # %% ../nbs/00da_tables.ipynb #c0f2db2b
@@ -83,8 +96,6 @@ def csv_types(
     return guess | (decide(ask({c:every for c in unsure})[0]) if unsure else {}), rows
 
 # %% ../nbs/00da_tables.ipynb #54c44433
-_NULL_RULES = 'error','unknown','mean','zero','drop_row'
-
 @dataclass
 class TableScan:
     "How the rows of a table are read"
@@ -119,8 +130,8 @@ def null_rules(
     "The rule for the nulls of each column, and what is wrong with the declaration"
     rules = nulls if isinstance(nulls, dict) else {'*':nulls}
     base = lambda r: str(r).removesuffix('+indicator')
-    bad = [f"nulls of {c!r} is {r!r}, expected one of {', '.join(map(repr,_NULL_RULES))}, with '+indicator' after it for a column that marks them"
-           for c,r in rules.items() if base(r) not in _NULL_RULES or (r!=base(r) and base(r) in ('error','drop_row'))]
+    bad = [f"nulls of {c!r} is {r!r}, expected one of {', '.join(map(repr,NULL_RULES))}, with '+indicator' after it for a column that marks them"
+           for c,r in rules.items() if base(r) not in NULL_RULES or (r!=base(r) and base(r) in ('error','drop_row'))]
     bad += [f"nulls names {c!r}, which is not a column{did_you_mean(c, columns)}" for c in rules if c!='*' and c not in columns]
     return {c:rules.get(c, rules.get('*','error')) for c in columns}, bad
 
@@ -164,7 +175,7 @@ def _refuse(name, problems):
 def _schema(files:Files, i:int, name:str)->dict|None:
     "Columns of one file; None if there is nothing in it"
     try:
-        if files.format in ('csv','jsonl') and file_size(files.paths[i])==0: return None
+        if file_size(files.paths[i])==0: return None
         more = {'infer_schema_length':0} if files.format=='csv' else {'infer_schema_length':None} if files.format=='jsonl' else {}
         return dict(scan_file(files.paths[i], files.format, more|files.options, files.storage).collect_schema())
     except pl.exceptions.NoDataError: return None
@@ -197,7 +208,7 @@ def _column_problems(t:TableScan, schemas:dict, selected:bool)->list:
 
 def _names(cols, most=30)->str:
     cols = list(cols)
-    return ', '.join(cols[:most]) + (f' and {len(cols)-most:,} more' if len(cols)>most else '')
+    return ', '.join(repr(c) if len(c)<=60 else f'{c[:60]!r}...' for c in cols[:most]) + (f' and {len(cols)-most:,} more' if len(cols)>most else '')
 
 def _clashes(t:TableScan):
     roles = dict(sequence_col=t.sequence_col, position_col=t.position_col, sub_position_col=t.sub_col)
@@ -242,7 +253,9 @@ def _narrow(t:TableScan, c:str)->pl.DataType:
     lo,hi = min((o[0] for o in lims if o[0] is not None), default=0), max((o[1] for o in lims if o[1] is not None), default=0)
     if -2**63<=lo and hi<2**63: return pl.Int64()
     if 0<=lo and hi<2**64: return pl.UInt64()
-    raise ValueError(f"{t.name}: column {c!r} holds {lo if lo< -2**63 else hi}, which is no 64-bit integer; make it text, or leave it out.")
+    which = f'{lo if lo< -2**63 else hi}, which is no 64-bit integer' if lo< -2**63 or hi>=2**64 else f'both {lo} and {hi}, and no one 64-bit type has both'
+    way = 'hand the rows over as a Parquet file in which it is text' if any(s.format=='csv' for s in t.specs) else 'make it text where the data is made'
+    raise ValueError(f"{t.name}: column {c!r} holds {which}; {way}, or leave it out of selected_columns.")
 
 def _specs(t:TableScan, files:Files|None, frame, read:dict, own:dict, at:list, rows:list)->list:
     "How each file is read"

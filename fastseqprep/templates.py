@@ -24,6 +24,15 @@ LIMITS = dict(chars=50_000_000, steps=1_000_000, seconds=30)
 
 def _too_big(): raise TemplateError(f"makes a value of more than {LIMITS['chars']:,} characters or items")
 def _size(o): return len(o) if isinstance(o, (str,list,tuple,dict)) else 0
+def _check_deep(o):
+    "Refuse values that hold too much together, counted with what is in them"
+    left,n = [o],0
+    while left:
+        o = left.pop()
+        n += 1+_size(o)
+        if n>LIMITS['chars']: _too_big()
+        if isinstance(o, dict): left += [*o, *o.values()]
+        elif isinstance(o, (list,tuple)): left += o
 def _wide(text): return isinstance(text, str) and bool(re.search(r'\d{5}|[%:.\d]\*', text))
 
 def _check_binop(op, a, b):
@@ -37,13 +46,20 @@ def _check_binop(op, a, b):
     elif op=='**':
         if isinstance(a, int) and isinstance(b, int) and b*a.bit_length()>10_000: _too_big()
     elif _wide(a): _too_big()
+    else: _check_deep(b)
 
 def _check_args(name, owner, args):
     "Refuse arguments of a method or filter that would fill the memory"
     if any(isinstance(o, int) and abs(o)>1_000_000 for o in args): _too_big()
-    if name=='format' and any(_wide(o) for o in (owner,*args)) or name=='format' and any(isinstance(o, int) and o>10_000 for o in args) and isinstance(owner, str) and '{:{' in owner: _too_big()
+    if name=='format':
+        if any(map(_wide, (owner,*args))): _too_big()
+        if isinstance(owner, str) and '{:{' in owner and any(isinstance(o, int) and o>10_000 for o in args): _too_big()
+    if name in ('format','string','tojson'): _check_deep([owner, *args])
     if name=='replace' and len(args)>1 and str(owner).count(str(args[0]))*_size(args[1])>LIMITS['chars']: _too_big()
-    if name=='join' and args and _size(owner)*_size(args[0])>LIMITS['chars']: _too_big()
+    if name=='join':
+        between,parts = (owner,args[0]) if isinstance(owner, str) and args and not isinstance(args[0], str) else (args[0] if args else '',owner)
+        if _size(between)*_size(parts)>LIMITS['chars']: _too_big()
+        _check_deep(parts)
 
 class _Sandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(['+','*','**','%'])
@@ -140,15 +156,17 @@ def _guarded(name, f):
     "A filter whose arguments are looked at"
     @functools.wraps(f)
     def _filter(*args, **kwargs):
-        value,*rest = args[1:] if hasattr(f, 'jinja_pass_arg') else args
+        n = int(hasattr(f, 'jinja_pass_arg'))
+        value,rest = args[n],args[n+1:]
+        if hasattr(value, '__next__'): value = list(value)
         _check_args(name, value, (*rest, *kwargs.values()))
-        return f(*args, **kwargs)
+        return f(*args[:n], value, *rest, **kwargs)
     return _filter
 
-def _environment(now, trim):
-    env = _Sandbox(trim_blocks=trim, lstrip_blocks=trim, extensions=[_Generation, loopcontrols])
+def _environment(now, trim, kind=_Sandbox):
+    env = kind(trim_blocks=trim, lstrip_blocks=trim, extensions=[_Generation, loopcontrols])
     for o in 'random','urlize','pprint','xmlattr': env.filters.pop(o, None)
-    for o in 'center','indent','format','wordwrap','truncate','batch','slice','replace','join': env.filters[o] = _guarded(o, env.filters[o])
+    for o in 'center','indent','format','wordwrap','truncate','batch','slice','replace','join','string': env.filters[o] = _guarded(o, env.filters[o])
     env.filters |= {'tojson':_tojson, ' step':_step, ' joined':_joined}
     env.globals.pop('lipsum', None)
     env.globals |= dict(raise_exception=_raise_exception, strftime_now=_clock(now), namespace=_Namespace, dict=_Dict())
@@ -176,7 +194,7 @@ def _fixed_prompt(ast):
         if isinstance(o, nodes.If) and 'add_generation_prompt' in names:
             if forbidden.intersection(names): return False
             seen += names.count('add_generation_prompt')
-        elif isinstance(o, nodes.Output): return False
+        elif isinstance(o, nodes.Output) or o.find(nodes.Output): return False
     return seen==len(uses) and isinstance(ast.body[last], nodes.For)
 
 # %% ../nbs/07a_templates.ipynb #e7a36f02
@@ -191,10 +209,11 @@ class ChatTemplate:
         **kwargs,                # further variables of the template, such as enable_thinking
     ):
         self.source,self.ends,self.kwargs = source,tuple(sorted(filter(None, ends), key=len, reverse=True)),{**(special_tokens or {}), **kwargs}
-        self.env = _environment(None if now is None else dt.datetime.fromisoformat(now), trim)
+        self.made,self.shapes = (None if now is None else dt.datetime.fromisoformat(now), trim),None
+        self.env = _environment(*self.made)
         try:
             ast = self.env.parse(source)
-            self.fixed_prompt,self.prompt = _fixed_prompt(ast),None
+            self.fixed_prompt,self.prompt,self.prompt_kwargs = _fixed_prompt(ast),None,{}
             self.has_prompt = any(o.name=='add_generation_prompt' for o in ast.find_all(nodes.Name))
             ast = _Marks().visit(ast).set_environment(self.env)
             self.template = self.env.template_class.from_code(self.env, self.env.compile(ast, filename='<template>'), dict(self.env.globals))
@@ -253,8 +272,8 @@ def _places(pieces, n):
     return Rendering(text, turns, [tuple(b) for b in blocks])
 
 @patch
-def _trace(self:ChatTemplate, messages, **kwargs):
-    "`trace` of messages that are plain already"
+def _run(self:ChatTemplate, messages, **kwargs):
+    "What the program gives for messages that are plain already"
     context = self.template.new_context({'messages':messages, 'tools':None, 'documents':None, 'add_generation_prompt':False, **self.kwargs, **kwargs, _RUN:_Run(messages)})
     try: return _places(self.template.root_render_func(context), len(messages))
     except TemplateError as e: raise TemplateError(f"chat template {e}") from None
@@ -265,6 +284,20 @@ def _trace(self:ChatTemplate, messages, **kwargs):
             if tb.tb_frame.f_code.co_filename=='<template>': line = self.template.get_corresponding_lineno(tb.tb_lineno)
             tb = tb.tb_next
         raise TemplateError(f"chat template{f', line {line}' if line else ''}: {type(e).__name__}: {e}") from None
+
+@patch
+def _find(self:ChatTemplate, messages, kwargs, plain=False):
+    "The shape of a conversation, filled in, if it has one"
+    if self.shapes is None:
+        from fastseqprep.template_shapes import Shapes
+        self.shapes = Shapes(self)
+    return self.shapes.find(messages, kwargs, plain)
+
+@patch
+def _trace(self:ChatTemplate, messages, **kwargs):
+    "`trace` of messages that are plain already"
+    found = self._find(messages, kwargs, True)
+    return found[1] if found else self._run(messages, **kwargs)
 
 @patch
 def trace(self:ChatTemplate,
@@ -302,11 +335,11 @@ def _prefix_turn(self:ChatTemplate, messages, i, text, kw):
 def _probe(text): return next(o for o in map(chr, range(0xE000, 0xF8FF)) if o not in text)*3
 
 @patch
-def _plain_prompt(self:ChatTemplate, messages, i, text, kw):
+def _plain_prompt(self:ChatTemplate, messages, i, text, kw, after=()):
     "What stands before a plain answer in an answer's stead; None if that cannot be told"
     probe = _probe(text)
     try:
-        r = self._trace([*messages[:i], {'role':messages[i].get('role'), 'content':probe}], **kw)
+        r = self._trace([*messages[:i], {'role':messages[i].get('role'), 'content':probe}, *after], **kw)
         start = r.turns[i][0] if r.turns[i] else len(self._trace(messages[:i], **kw).text) if i else 0
     except TemplateError: return None
     if r.text.count(probe)!=1 or not start<=r.text.index(probe): return None
@@ -333,13 +366,18 @@ def _answer_start(self:ChatTemplate, messages, i, r, turn, kw):
     if self.fixed_prompt:
         if self.prompt is None: self.prompt = next((p for at,p in self._prompts(messages, len(messages)-1, '', kw) if p is not None), None)
         if self.prompt and r.text.startswith(self.prompt, s): return s+len(self.prompt)
+    others = []
     for at,prompt in self._prompts(messages, i, r.text, kw):
         if at is not None and s<=at<=e: return at
         if prompt is None: continue
         if r.text.startswith(prompt, s): return s+len(prompt)
+        others.append(prompt)
+    here = self._plain_prompt(messages, i, r.text, kw, messages[i+1:])
+    if here and r.text.startswith(here, s): return s+len(here)
+    for prompt in others:
         same = next((j for j,(a,b) in enumerate(zip(prompt, r.text[s:e])) if a!=b), min(len(prompt), e-s))
         cut = max((prompt.rfind(o, 0, same)+len(o) for o in self.ends if prompt.rfind(o, 0, same)>=0), default=0)
-        if cut: return s+cut
+        if cut and (cut==same or prompt.startswith(self.ends, cut) or r.text.startswith(self.ends, s+cut)): return s+cut
 
 @patch
 def _content_place(self:ChatTemplate, messages, i, text, kw):
@@ -358,6 +396,10 @@ def _span(self:ChatTemplate, messages, i, r, what, kw):
     "Characters to train on for one message; None if they cannot be told"
     turn = r.turns[i]
     if what=='content' and messages[i].get('role') not in ('assistant','model'):
+        if not (messages[i].get('content') or '' if isinstance(messages[i].get('content'), (str,type(None))) else 'other').strip(): # no content: the end token alone
+            stop = self._end_of(r.text, *turn) if turn else 0
+            token = next((o for o in self.ends if turn and r.text.endswith(o, turn[0], stop)), '')
+            return stop-len(token),stop
         if not (place := self._content_place(messages, i, r.text, kw)): return None
         if turn: return place[0],max(place[1], self._end_of(r.text, *turn))
         return place[0],next((place[1]+len(o) for o in self.ends if r.text.startswith(o, place[1])), place[1])
@@ -390,14 +432,25 @@ def spans(self:ChatTemplate,
     "A conversation as text, and the characters to train on"
     if what not in SPANS: raise ValueError(f"train_span is {what!r}, expected one of {', '.join(SPANS)}")
     if what=='generation' and not self.has_generation: raise TemplateError("chat template: has no generation block, which train_span 'generation' needs; use 'content'")
-    messages = plain_messages(messages)
     if 'tools' in kwargs: kwargs['tools'] = _plain(kwargs['tools'])
-    r = self._trace(messages, **kwargs)
+    own = {k:v for k,v in kwargs.items() if k not in ('tools','documents','add_generation_prompt')}
+    if own!=self.prompt_kwargs: self.prompt,self.prompt_kwargs = None,own
+    found = self._find(messages, kwargs)
+    if found is None:
+        given,messages = messages,plain_messages(messages)
+        found = messages!=given and self._find(messages, kwargs, True) or (None,self._run(messages, **kwargs),None)
+    shape,r,at = found
     if what=='generation': return r,_blocks_of(r, trained, messages)
-    res = []
+    res,plain,known = [],None,{} if shape is None else shape.recipes.setdefault(what, {})
     for i,yes in enumerate(trained):
         if not yes: continue
-        span = self._span(messages, i, r, what, kwargs)
+        if place := known.get(i):
+            a,x,b,y = place
+            span = at[a]+x,at[b]+y
+        else:
+            plain = plain or plain_messages(messages)
+            span = self._span(plain, i, r, what, kwargs)
+            if shape is not None and i not in known: known[i] = shape.place(self, i, messages[i].get('role'), what)
         if span is None:
             raise TemplateError(f"chat template: cannot tell which part of the text is message {i} (of role {messages[i].get('role')!r}), so that it cannot be trained on; "
                                 "mask that role, or use a template with a generation block and train_span 'generation'")

@@ -175,6 +175,10 @@ def _broken_rules(cfg):
         if o in names: res.append(f"input: {o!r} is a reserved name, expected another")
     dtypes,possible = cfg.output.dtype,[*names, 'position_ids', 'sequence', 'loss_mask', '*']
     res += [f"output.dtype.{k}: is not an output{did_you_mean(k, possible)}; they are {', '.join(dict.fromkeys(names))}" for k in dtypes if names and k not in possible]
+    if cfg.preprocessing.packing_strategy=='wrapped' and not cfg.split_turns and any(o.template for s in cfg.sources.values() for o in s.sections):
+        res.append("preprocessing.packing_strategy: is 'wrapped', which cuts conversations wherever a bin ends; expected 'bfd' or 'bfd_split', or split_turns set to true to allow it")
+    if cfg.overlong=='split' and cfg.sources and ('sequence' not in cfg.sources or cfg.sources['sequence'].list_field):
+        res.append("overlong: is 'split', but only an output named sequence that is no list can be split; expected 'truncate', 'drop' or 'error'")
     if cfg.template_time is not None:
         try: dt.datetime.fromisoformat(cfg.template_time)
         except ValueError: res.append(f"template_time: is {cfg.template_time!r}, expected a date or time as 2026-01-31 or 2026-01-31T12:00")

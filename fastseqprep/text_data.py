@@ -383,9 +383,11 @@ def load(cls:TextDataset,
         if path is None: raise ValueError('give a path or a store')
         if (storage_type or detect_format(path))=='bin': store = TokenStore(path, part, domains)
         else:
-            if part is not None or domains is not None: raise ValueError(f"{path} holds records, which have no parts and domains before they are shards")
+            if part is not None: raise ValueError(f"{path} holds records, which have no parts before they are shards: leave part out, or run the text job")
             cfg,tok = raw_config(path, train_type, tokenizer_path, max_len, config)
-            store = LazyRecords(path, cfg, tok) if (cfg.builder=='preference' if lazy is None else lazy) else encode_in_memory(path, cfg, tok)
+            if lazy is None: lazy = cfg.builder=='preference' and domains is None
+            if lazy and domains is not None: raise ValueError(f"{path}: domains of records are not known before they are encoded: give lazy=False, or leave domains out")
+            store = LazyRecords(path, cfg, tok) if lazy else encode_in_memory(path, cfg, tok, domains)
     return cls(store, train_type, unit, window_size, stride, cross_documents)
 
 # %% ../nbs/30h_text_data.ipynb #3b60fad3

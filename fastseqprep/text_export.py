@@ -117,8 +117,8 @@ def _place_columns(store, seg, k, packed, lo, hi):
     import pyarrow as pa
     res = dict(domain=pa.array([seg.domain]*(hi-lo), pa.string()))
     if not packed: return res
-    pieces = np.asarray(seg.pieces[lo:hi] if seg.pieces is not None else np.stack([np.arange(lo, hi), np.zeros(hi-lo)], 1)).astype(np.int64)
-    if seg.pieces is None: pieces[:,0] += int(store._record_starts()[k])
+    before = int(store._record_starts()[k])
+    pieces = np.asarray(seg.pieces[lo:hi], np.int64) if store.has_pieces else np.stack([np.arange(before+lo, before+hi), np.zeros(hi-lo, np.int64)], 1)
     res |= dict(record=arrow_array(pieces[:,0]), first_token=arrow_array(pieces[:,1]))
     if store.has_bins:
         before = sum(len(s.bins)-1 for s in store.segments[:k])
@@ -138,7 +138,7 @@ def export_parquet(
     import pyarrow as pa, pyarrow.parquet as pq
     store = TokenStore(path, part, domains).need_records()
     keys = [_key_of(store, k) for k in ([keys] if isinstance(keys, str) else keys or store.keys)]
-    packed = store.has_bins or any(s.pieces is not None for s in store.segments)
+    packed = store.has_pieces or store.has_bins
     if taken := [k for k in keys if k in ('domain', *(['record','first_token','bin'] if packed else []))]: raise ValueError(f"output {taken[0]!r} has the name of a column that says where a row is from: choose other keys")
     _refuse_existing([out], overwrite)
     def table(k, seg, lo, hi): return pa.table({**{o:_list_column(seg, o, lo, hi) for o in keys}, **_place_columns(store, seg, k, packed, lo, hi)})

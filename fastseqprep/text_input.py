@@ -39,12 +39,16 @@ def text_file(
 
 def _in_folder(fs, folder):
     "Files of records in a folder; of a Hugging Face dataset those that its state names"
+    folder = folder.rstrip('/')
     found = sorted(o for o in fs.find(folder) if not any(p.startswith(('.','_')) for p in o[len(folder):].split('/') if p))
-    state = f"{folder.rstrip('/')}/state.json"
-    if state in found:
-        listed = [f"{folder.rstrip('/')}/{o['filename']}" for o in json.loads(fs.cat_file(state))['_data_files']]
+    if f'{folder}/dataset_dict.json' in found:
+        splits = json.loads(fs.cat_file(f'{folder}/dataset_dict.json')).get('splits') or ['train']
+        raise ValueError(f"{folder} holds a dataset in several splits ({', '.join(splits)}): give the folder of one of them, such as {folder}/{splits[0]}")
+    for state in [o for o in found if o.endswith('/state.json')]:
+        home = state.removesuffix('state.json')
+        listed = [home+o['filename'] for o in json.loads(fs.cat_file(state))['_data_files']]
         if lost := [o for o in listed if o not in found]: raise FileNotFoundError(f'{lost[0]} does not exist, but {state} names it')
-        return listed
+        found = [o for o in found if o.rpartition('/')[0]+'/'!=home]+listed # in their order, and no caches
     def known(o): return os.path.splitext(o[:-len(os.path.splitext(o)[1])] if os.path.splitext(o)[1].lower() in _packings else o)[1].lower() in SUFFIXES
     named = {'state.json','dataset_info.json','dataset_dict.json','dataset_config.json','manifest.json'}
     return [o for o in found if known(o) and o.rpartition('/')[2] not in named]
@@ -141,15 +145,17 @@ def _blocks_of_lines(f, size):
     if rest: yield [rest]
 
 # %% ../nbs/13_text_input.ipynb #fd455238
+_BLANK = object()
+
 def _parsed(line):
-    "The record in a line, an error, or None for a blank line"
+    "The record in a line, an error, or `_BLANK`"
     line = line.strip()
-    if not line: return None
+    if not line: return _BLANK
     try: return from_json(line, cache_strings='keys') # twice as quick as json, and says less about what is wrong
     except ValueError: pass
     try: return json.loads(line.decode('utf-8'))
     except UnicodeDecodeError as e: return RecordError('bad text', f'the line is not UTF-8: byte 0x{line[e.start]:02x} at place {e.start}')
-    except json.JSONDecodeError as e: return RecordError('not JSON', f'the line is not JSON: {e.msg} at character {e.pos}')
+    except json.JSONDecodeError as e: return RecordError('not JSON', f"the line is not JSON: {e.msg.removesuffix(' at')} at character {e.pos}")
     except (ValueError,RecursionError) as e: return RecordError('not JSON', f'the line cannot be read as JSON: {e}')
 
 def _line_batches(blocks, size, first):
@@ -161,7 +167,7 @@ def _line_batches(blocks, size, first):
         lo,ends = 0,list(accumulate(map(len, lines)))
         while lo<len(lines):
             hi = max(lo+1, bisect_right(ends, size+(ends[lo-1] if lo else 0)))
-            found = [(n+i, o) for i,o in zip(range(lo, hi), map(_parsed, lines[lo:hi])) if o is not None]
+            found = [(n+i, o) for i,o in zip(range(lo, hi), map(_parsed, lines[lo:hi])) if o is not _BLANK]
             yield [i for i,_ in found], [o for _,o in found]
             lo = hi
         n += len(lines)

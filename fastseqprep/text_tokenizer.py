@@ -44,10 +44,12 @@ def _templates(folder, config):
 # %% ../nbs/07b_text_tokenizer.ipynb #439157bc
 class _Opened:
     "What a tokenizer.json holds: twice the tokenizer, with and without what adds special tokens, its vocabulary, and a hash"
-    def __init__(self, state):
+    def __init__(self, text):
+        state = json.loads(text)
+        changed = state.get('truncation') or state.get('padding') or state['model'].get('dropout')
         state |= dict(truncation=None, padding=None)
         if state['model'].get('dropout'): state['model']['dropout'] = None
-        self.full = self.bare = Tokenizer.from_str(json.dumps(state))
+        self.full = self.bare = Tokenizer.from_str(json.dumps(state) if changed else text)
         if state.get('post_processor'): self.bare = Tokenizer.from_str(json.dumps({**state, 'post_processor':None})) # it may also take blanks out of offsets
         self.hash = hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest() # of the content, not of how the file is laid out
         self.added = dict(self.full.get_added_tokens_decoder())
@@ -57,7 +59,7 @@ class _Opened:
         self.native = {} # what faster encoders have made of it
 
 @functools.lru_cache(maxsize=2)
-def _open_bytes(data): return _Opened(json.loads(data.decode('utf-8-sig')))
+def _open_bytes(data): return _Opened(data.decode('utf-8-sig'))
 
 # %% ../nbs/07b_text_tokenizer.ipynb #9e3da082
 class TextTokenizer:
@@ -108,7 +110,7 @@ def _byte_widths(state, tok):
     if state['model'].get('type')!='BPE' or not bytewise or any(o.get('add_prefix_space') for o in bytewise) or any(o['type'] not in ('ByteLevel','Split','Digits') or o.get('behavior')=='Removed' for o in pre): return None
     if norm and norm!={'type':'NFC'} or any(state['model'].get(o) for o in ('continuing_subword_prefix','end_of_word_suffix')): return None
     if any(o.lstrip or o.rstrip for o in tok.added.values()): return None
-    res = np.zeros(tok.n_ids, np.int64)
+    res = np.zeros(tok.n_ids, np.int32)
     for text,i in tok.vocab.items(): res[i] = len(text.encode()) if i in tok.added else len(text)
     return res
 
@@ -188,12 +190,12 @@ def use(self:TextTokenizer,
 # %% ../nbs/07b_text_tokenizer.ipynb #9de26fb9
 @patch
 def _byte_ends(self:TextTokenizer, texts, ids):
-    "End of each token in bytes, bytes of each text by its tokens, and whether that is right"
+    "End of each token in bytes, all texts end to end; start of each text there; and whether that is right"
     n = np.fromiter((len(o) if o.isascii() else len(o.encode()) for o in texts), np.int64, len(texts))
-    ends = np.cumsum(self._widths[ids.values])
-    base = np.concatenate([[0], ends])[ids.offsets]
+    ends = np.cumsum(self._widths[ids.values], dtype=np.int64)
+    base = np.where(ids.offsets>0, ends[ids.offsets-1], 0) if len(ends) else np.zeros(len(ids)+1, np.int64)
     same = [not self._composed or o.isascii() or unicodedata.is_normalized('NFC', o) for o in texts]
-    return ends-np.repeat(base[:-1], ids.lengths), np.diff(base), (np.diff(base)==n) & same
+    return ends, base[:-1], (np.diff(base)==n) & same
 
 @patch
 def _char_places(self:TextTokenizer, texts):
@@ -234,11 +236,12 @@ def encode_spans(self:TextTokenizer,
         ids,starts,ends = self._char_places(texts)
         return ids,np.stack(_token_ranges(rows, spans, starts, ends, ids.offsets, np.array([len(o) for o in texts])), 1)
     ids = self.encode(texts)
-    ends,sizes,right = self._byte_ends(texts, ids)
+    ends,base,right = self._byte_ends(texts, ids)
     res,ok = np.zeros_like(spans),right[rows]
     if ok.any():
-        starts = ends-self._widths[ids.values]
-        res[ok] = np.stack(_token_ranges(rows[ok], _in_bytes(texts, rows[ok], spans[ok]), starts, ends, ids.offsets, sizes), 1)
+        at = _in_bytes(texts, rows[ok], spans[ok])+base[rows[ok]][:,None]
+        found = np.stack([np.searchsorted(ends, at[:,0], 'right'), np.where(at[:,1]>0, np.searchsorted(ends, at[:,1], 'left')+1, 0)], 1) # a token begins where the one before ends
+        res[ok] = np.clip(found, ids.offsets[:-1][rows[ok]][:,None], ids.offsets[1:][rows[ok]][:,None])
     if not ok.all():
         few,back = np.unique(rows[~ok], return_inverse=True)
         part,starts,ends = self._char_places([texts[i] for i in few])

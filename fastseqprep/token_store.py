@@ -7,7 +7,8 @@ __all__ = ['OFFSETS_INSIDE', 'safe_domain', 'domain_folders', 'ShardArray', 'wri
            'list_shards_of', 'TokenStore', 'window_starts']
 
 # %% ../nbs/10h_token_store.ipynb #22fe9e5f
-import bisect, json, math, re, unicodedata
+import json, math, re, unicodedata
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,11 @@ def _escaped(text, plain): return ''.join(c if plain(c) else ''.join(f'%{b:02X}'
 def _is_plain(c):
     return c in '_-. ' or c.isalnum() and (c.isascii() or unicodedata.normalize('NFC', c)==unicodedata.normalize('NFD', c))
 
+def _shortened(folder, name):
+    "A folder name that no file system finds too long; a hash of the text keeps it apart from others"
+    if len(folder.encode())<=200: return folder
+    return f'{folder.encode()[:160].decode(errors="ignore")}%~{int(stable_hash([name.encode("utf-8", "surrogatepass").hex()])[0]):016x}'
+
 def safe_domain(
     name:str, # text of a record that says where it belongs
 )->str:
@@ -34,17 +40,16 @@ def safe_domain(
     res = _escaped(name, _is_plain) or '%'
     if res[0] in '. ' or res.partition('.')[0].lower() in _reserved: res = _escaped(res[0], lambda c: False)+res[1:]
     if res[-1] in '. ': res = res[:-1]+_escaped(res[-1], lambda c: False)
-    if len(res.encode())>200: res = f'{res.encode()[:160].decode(errors="ignore")}%~{int(stable_hash([name.encode("utf-8", "surrogatepass").hex()])[0]):016x}'
-    return res
+    return _shortened(res, name)
 
 def domain_folders(
     names, # texts, each once
 )->dict: # name → folder name
     "Folder names that differ in more than upper and lower case"
     res = {o:safe_domain(o) for o in names}
-    seen = [o.casefold() for o in res.values()]
-    def one(o): return o if seen.count(o.casefold())==1 else _escaped(o, lambda c: not c.isupper())
-    return {k:one(v) for k,v in res.items()}
+    seen = Counter(o.casefold() for o in res.values())
+    def one(name, o): return o if seen[o.casefold()]==1 else _shortened(_escaped(o, lambda c: not c.isupper()), name)
+    return {k:one(k, v) for k,v in res.items()}
 
 # %% ../nbs/10h_token_store.ipynb #542fc4d8
 OFFSETS_INSIDE = 1000 # rows up to which offsets stand in meta.json
@@ -236,7 +241,7 @@ class TokenStore:
     has_bins = property(lambda self: all(s.bins is not None for s in self.segments))
     def __len__(self): return int(self._totals[self.primary][-1])
     def __getstate__(self): return {**self.__dict__, '_starts':{}}
-    def __repr__(self): return f"TokenStore({str(self.path)!r}): {len(self):,} tokens in {len(self.segments):,} shards; {self.n_records:,} records{f', {self.n_bins:,} bins' if self.has_bins else ''}; " + ', '.join(f'{k} ({v})' for k,v in self.dtypes.items())
+    def __repr__(self): return f"TokenStore({str(self.path)!r}): {len(self):,} tokens in {len(self.segments):,} shard{'s' if len(self.segments)!=1 else ''}; {self.n_records:,} records{f', {self.n_bins:,} bins' if self.has_bins else ''}; " + ', '.join(f'{k} ({v})' for k,v in self.dtypes.items())
 
 # %% ../nbs/10h_token_store.ipynb #4e4632a6
 @patch
@@ -257,12 +262,12 @@ def n_bins(self:TokenStore)->int:
 @patch
 def _record_starts(self:TokenStore):
     "Number of the first record of each segment"
-    if 'records' not in self._starts:
+    if (k := ('records',)) not in self._starts:
         for s in self.segments:
-            n = {k:self._n_records(s, k) for k in s.keys}
-            if len(set(n.values()))>1: raise StoreError(f"{s.path}: outputs have different numbers of records: {', '.join(f'{k} {v:,}' for k,v in n.items())}")
-        self._starts['records'] = lengths_to_offsets([self._n_records(s, self.primary) for s in self.segments])
-    return self._starts['records']
+            n = {o:self._n_records(s, o) for o in s.keys}
+            if len(set(n.values()))>1: raise StoreError(f"{s.path}: outputs have different numbers of records: {', '.join(f'{o} {v:,}' for o,v in n.items())}")
+        self._starts[k] = lengths_to_offsets([self._n_records(s, self.primary) for s in self.segments])
+    return self._starts[k]
 
 @patch
 def need_records(self:TokenStore)->TokenStore:
@@ -325,11 +330,10 @@ def row_places(self:TokenStore,
     key:str, # name of an output
 )->tuple: # two (rows,) int64
     "Places in the stream where rows of an output begin, and their lengths"
-    k = key
-    if k not in self._starts:
+    if (k := ('rows', key)) not in self._starts:
         self.need_records()
-        offsets = [s.offsets[k] for s in self.segments]
-        self._starts[k] = np.concatenate([o[:-1]+t for o,t in zip(offsets, self._totals[k])]), np.concatenate([np.diff(o) for o in offsets])
+        offsets = [s.offsets[key] for s in self.segments]
+        self._starts[k] = np.concatenate([o[:-1]+t for o,t in zip(offsets, self._totals[key])]), np.concatenate([np.diff(o) for o in offsets])
     return self._starts[k]
 
 @patch
@@ -355,7 +359,8 @@ def groups(self:TokenStore,
 )->np.ndarray|None: # (records+1,) first row of each record
     "Rows of each record; None if each has one"
     if any(s.groups[key] is None for s in self.segments): return None
-    return lengths_to_offsets(np.concatenate([np.diff(s.groups[key]) for s in self.segments]))
+    if (k := ('groups', key)) not in self._starts: self._starts[k] = lengths_to_offsets(np.concatenate([np.diff(s.groups[key]) for s in self.segments]))
+    return self._starts[k]
 
 @patch
 def record(self:TokenStore,
@@ -384,9 +389,15 @@ def bin_rows(self:TokenStore)->np.ndarray: # (bins+1,) int64
     n = np.concatenate([np.diff(s.bins) for s in self.segments])
     return lengths_to_offsets(n)
 
+@patch(as_prop=True)
+def has_pieces(self:TokenStore)->bool:
+    "Is it written which record each row is from?"
+    told = [s for s in self.segments if s.pieces is not None]
+    if told and len(told)<len(self.segments): raise StoreError(f"{next(s for s in self.segments if s.pieces is None).path} does not say which records its rows are from, but {told[0].path} does: they are not of one run; read them apart")
+    return bool(told)
+
 @patch
 def pieces(self:TokenStore)->np.ndarray: # (rows, 2) int64
     "Record of each row, and its first token there"
-    n = self._rows[self.primary]
-    def one(s, lo, hi): return s.pieces if s.pieces is not None else np.stack([np.arange(lo, hi), np.zeros(hi-lo, np.int64)], 1)
-    return np.concatenate([one(s, lo, hi) for s,lo,hi in zip(self.segments, n[:-1], n[1:])])
+    if self.has_pieces: return np.concatenate([s.pieces for s in self.segments])
+    return np.stack([np.arange(self.n_records), np.zeros(self.n_records, np.int64)], 1)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from fastcore.basics import patch
 from .ragged import Ragged, lengths_to_offsets, range_index
+from .spill import mapped_file, release_pages
 
 # %% ../nbs/05_window.ipynb #874389e9
 def _check_sizes(**sizes):
@@ -241,8 +242,10 @@ def cut(self:Windows,
 )->np.ndarray:   # (n, width, ...)
     "Values of all windows"
     values = self._check_column(values, dtype)
-    if dtype is None or values.dtype==dtype: return _gather(_window_view(values, self.width), values, self.first, self.left_pad, self.width, pad)
-    return self.cut_into(values, np.empty((len(self), self.width, *values.shape[1:]), dtype), pad)
+    if dtype is None or values.dtype==dtype: res = _gather(_window_view(values, self.width), values, self.first, self.left_pad, self.width, pad)
+    else: res = self.cut_into(values, np.empty((len(self), self.width, *values.shape[1:]), dtype), pad)
+    if mapped_file(values) is not None: release_pages(values, *self.row_range) # a mapped column is read once, from first window to last
+    return res
 
 # %% ../nbs/05_window.ipynb #76ba3336
 @patch

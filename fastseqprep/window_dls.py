@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['split_targets', 'inputs_of', 'targets_of', 'WindowLoss', 'HitRate', 'popularity_hit_rate', 'SampleSet', 'WindowDL',
-           'window_dls', 'ShownSamples', 'predictions_frame']
+           'window_dls', 'sequences_of', 'ShownSamples', 'predictions_frame']
 
 # %% ../nbs/32b_window_dls.ipynb #5924a8c4
-import html
+import html, io, warnings
 
 import numpy as np, polars as pl, torch, torch.nn.functional as F
 from fastcore.basics import first, noop, patch
@@ -18,47 +18,56 @@ from fastai.torch_core import default_device
 
 from .batch import Batch
 from .blocks import WindowBlock
+from .files import read_bytes
 from .learner import PackedDL, Pair
-from .window_data import StoredWindows
+from .window_data import StoredWindows, run_ids, metadata_of_run
 from .window_samples import WindowSamples
 from .window_loader import WindowLoader, window_samples
 
 # %% ../nbs/32b_window_dls.ipynb #ff501105
 def split_targets(
     b:dict, # batch of a `WindowLoader`
-)->Pair: # inputs and masks; targets, the mask of what counts, and the numbers of the samples
+)->Pair: # inputs and masks; targets, the masks of what counts, where they are, and the numbers of the samples
     "Part the inputs of a batch from what is asked for"
-    y = {k:v for k,v in b.items() if k.startswith('targets/') or k in ('loss_mask','sample')}
-    return Pair(({k:v for k,v in b.items() if not k.startswith('targets/') and k!='loss_mask'}, y))
+    asked = lambda k: k.startswith(('targets/','target_depth_valid_mask:')) or k in ('loss_mask','target_position')
+    return Pair(({k:v for k,v in b.items() if not asked(k)}, {k:v for k,v in b.items() if asked(k) or k=='sample'}))
 
 def inputs_of(b:dict)->dict: # feature → (B, C) or (B, C, children)
     "The inputs of a batch by their names"
     return {k.removeprefix('inputs/'):v for k,v in b.items() if k.startswith('inputs/')}
 
-def targets_of(b:dict)->dict: # feature → (B, C)
+def targets_of(b:dict)->dict: # feature → (B, C) or (B, C, children)
     "The targets of a batch by their names"
     return {k.removeprefix('targets/'):v for k,v in b.items() if k.startswith('targets/')}
 
 # %% ../nbs/32b_window_dls.ipynb #d3e7efec
-def _answers(pred, y)->dict: # target → (answers, targets) at what counts
+def _there(y, target, slots, layouts)->torch.Tensor: # (B, C, slots) bool
+    "Which children of what is asked for are there"
+    masks = {k.removeprefix('target_depth_valid_mask:'):v for k,v in y.items() if k.startswith('target_depth_valid_mask:')}
+    own = [k for k in ([layouts[target]] if target in (layouts or {}) else masks) if k in masks and masks[k].shape[2]==slots]
+    if len(own)!=1: raise ValueError(f"it is not known which mask of children ({', '.join(masks) or 'there is none'}) belongs to the target {target!r}: say so with WindowLoss(layouts={{{target!r}: ...}}), as `samples.layouts` has it")
+    return masks[own[0]]
+
+def _answers(pred, y, layouts=None)->dict: # target → (answers, targets) at what counts
     "What a model says and what was right, where it counts"
     targets = targets_of(y)
     if not isinstance(pred, dict):
         if len(targets)>1: raise ValueError(f"there are the targets {', '.join(targets)}, so a model gives a dict of predictions by target, not one {type(pred).__name__}")
         pred = {first(targets):pred}
     if missing := [k for k in targets if k not in pred]: raise ValueError(f"the model gives {', '.join(pred)}, but {', '.join(missing)} is asked for too")
-    def one(p, t):
+    def one(k, p, t):
         n = p.shape[1]
         m,t = y['loss_mask'][:,-n:],t[:,-n:]
-        if t.ndim>2: raise ValueError('a target of children has no loss of its own here; take targets that are features of items')
+        if t.ndim>2: m = m[:,:,None] & _there(y, k, t.shape[2], layouts)[:,-n:]
         return p[m],t[m]
-    return {k: one(pred[k], t) for k,t in targets.items()}
+    return {k: one(k, pred[k], t) for k,t in targets.items()}
 
 class WindowLoss:
     "Mean loss of the targets that count"
     def __init__(self,
         weights:dict=None, # target → its weight in the sum; by default 1
-    ): self.weights = weights or {}
+        layouts:dict=None, # target of children → its depth layout, as `samples.layouts`; needed if several layouts have equally many slots
+    ): self.weights,self.layouts = weights or {},layouts or {}
 
     def parts(self, pred, y)->dict: # target → loss
         "The loss of each target"
@@ -66,7 +75,7 @@ class WindowLoss:
             if not len(t): return p.sum()*0.
             if t.is_floating_point(): return F.mse_loss(p.reshape(len(p)), t.to(p.dtype))
             return F.cross_entropy(p, t.long())
-        return {k: one(*o) for k,o in _answers(pred, y).items()}
+        return {k: one(*o) for k,o in _answers(pred, y, self.layouts).items()}
 
     def __call__(self, pred, y, **kwargs): return sum(self.weights.get(k, 1.)*v for k,v in self.parts(pred, y).items())
     def activation(self, x): return x
@@ -81,7 +90,7 @@ class HitRate(Metric):
     ): self.k,self.target = k,target
     def reset(self): self.hits = self.asked = 0
     def accumulate(self, learn):
-        found = _answers(learn.pred, learn.yb[0])
+        found = _answers(learn.pred, learn.yb[0], getattr(getattr(learn, 'loss_func', None), 'layouts', None))
         if self.target is None and len(found)>1: raise ValueError(f"HitRate: there are the targets {', '.join(found)}; name one with target=")
         p,t = found[self.target or first(found)]
         self.asked += len(t)
@@ -97,19 +106,20 @@ def popularity_hit_rate(
     target:str, # name of a categorical target
     k:int=10, # how many guesses
 )->float:
-    "The hit rate of always guessing the `k` ids that training asks for most"
-    best = np.argsort(-train.counts(target), kind='stable')[:k]
+    "The hit rate of always guessing the `k` ids that training asks for most, among those that stand for a value"
+    special = 3 if target in train.windows.facts['id_maps'] else 0 # [unknown], [other] and [mask] are no answers
+    best = special+np.argsort(-train.counts(target)[special:], kind='stable')[:k]
     asked = valid.counts(target)
     return float(asked[best[best<len(asked)]].sum()/max(asked.sum(), 1))
 
 # %% ../nbs/32b_window_dls.ipynb #0dfb6688
 class SampleSet:
     "The samples of one side"
-    loss_func = WindowLoss()
     def __init__(self,
         samples:WindowSamples=None, # all samples
         numbers=(), # which of them are on this side
     ): self.samples,self.numbers = samples,numbers
+    loss_func = property(lambda self: WindowLoss(layouts=self.samples and self.samples.layouts)) # where fastai looks for one
     def __len__(self): return len(self.numbers)
     def __getitem__(self, i): return self.samples.gather([self.numbers[i]])
     def __repr__(self): return f'SampleSet: {len(self):,} samples'
@@ -170,23 +180,32 @@ def window_dls(
     common = dict(inputs=inputs, targets=targets, float_dtype=float_dtype, **kwargs)
     both = [window_samples(**{**common, **side, **more}) for side,more in zip(sides, ({}, valid_view or {}))]
     if bad := [name for name,s in zip(('training','validation'), both) if not len(s)]: raise ValueError(f'there is no sample for {bad[0]}: {both[bad[0]=="validation"].windows.path} has none')
-    if encoder is None: encoder = _encoder_of(what)
+    if encoder is None: encoder = _encoder_of(getattr(what, 'metadata_path', None), [s.windows.path for s in both])
     own = dict(pin_memory=pin_memory, persistent_workers=persistent_workers, prefetch_factor=prefetch_factor, timeout=timeout, multiprocessing_context=multiprocessing_context)
     dls = [WindowDL(_Make(s, batch_size=batch_size, order=order, curriculum=curriculum, seed=seed), encoder, how, None, num_workers, **own) for s,how in zip(both, (shuffle, False))]
     return DataLoaders(*dls, device=torch.device(device or default_device()))
 
-def _encoder_of(what):
-    "The encoder of a run, if it has one"
+def _encoder_of(metadata, paths):
+    "The encoder of a run, if what it has kept is enough for one"
     from fastseqprep.encoder import Encoder
-    from fastseqprep.window_data import stored_metadata
-    path = what.metadata_path if hasattr(what, 'metadata_path') else None
-    if path is None:
-        try: path = stored_metadata(what[0].windows.path if isinstance(what[0], WindowSamples) else getattr(what[0], 'path', what[0]))[1]
-        except FileNotFoundError: return None
+    path = metadata or first(filter(None, map(metadata_of_run, paths)))
+    if path is None: return None
     try: return Encoder.load(path)
-    except (ValueError, KeyError): return None # of children, or of texts: ids are shown by their labels
+    except ValueError as e: warnings.warn(f'values are shown by the labels of the metadata, as the run has no encoder: {e}')
 
 # %% ../nbs/32b_window_dls.ipynb #a2526181
+def sequences_of(
+    samples:WindowSamples,
+    ids, # (n,) sequence ids as they are stored
+    encoder=None, # an `Encoder`
+)->pl.Series: # (n,) ids as they are in the source
+    "The sequences' own ids"
+    if encoder is not None and encoder.ids is not None: return encoder.sequence_names(ids)
+    s,file = pl.Series('sequenceId', np.asarray(ids, np.int64)),run_ids(samples.windows.path)
+    if file is None: return s
+    return s.to_frame().join(pl.read_parquet(io.BytesIO(read_bytes(file))), 'sequenceId', 'left', maintain_order='left')['id'].alias('sequenceId')
+
+# %% ../nbs/32b_window_dls.ipynb #e3616525
 class ShownSamples:
     "Some decoded samples; shows itself as text and as HTML"
     def __init__(self,
@@ -199,7 +218,7 @@ class ShownSamples:
         self.samples,self.encoder,self.max_slots = samples,encoder,max_slots
         self.tables = [self._table(x, y, guesses or {}, i) for i in range(min(max_n, len(x['sample'])))]
 
-    def _texts(self, name, v, on)->list:
+    def _texts(self, name, v, on, there=None)->list:
         "Values of one feature in some slots, as text, empty elsewhere"
         facts,v = self.samples.windows.facts,np.asarray(v)
         def labels(ids):
@@ -208,7 +227,12 @@ class ShownSamples:
         def numbers(x):
             m = facts['statistics'].get(name)
             return [f"{n*(m['std']+1e-9)+m['mean'] if m else n:.4g}" for n in x.astype(float)]
-        if v.ndim>1: cells = [' '.join((numbers if v.dtype.kind=='f' else labels)(row)) for row in v[on]]
+        if v.ndim>1:
+            there = (np.ones(v.shape, bool) if there is None else np.asarray(there))[on]
+            if self.encoder is not None and name in self.encoder.fitted and self.encoder.fitted[name].role=='text':
+                from fastseqprep.nested import EncodedRows
+                cells = [o or '' for o in self.encoder.decode(EncodedRows({name: v[on]}, {self.samples.layouts[name]: there}), labels=True)[name].to_list()]
+            else: cells = [' '.join((numbers if v.dtype.kind=='f' else labels)(row[m])) for row,m in zip(v[on], there)]
         elif self.encoder is not None and name in self.encoder.fitted:
             from fastseqprep.show_windows import short_text
             cells = [short_text(o) for o in self.encoder.decode({name: v[on]}, labels=self.encoder.fitted[name].role=='categorical')[name].to_list()]
@@ -221,16 +245,18 @@ class ShownSamples:
         "Heading and lines of one sample"
         real,asked,o = (t.numpy() for t in (x['attention_valid_mask'][i], y['loss_mask'][i], x['item_position'][i]))
         seq = int(x['sequence_id'][i])
-        name = self.encoder.sequence_names([seq])[0] if self.encoder is not None else seq
+        name = sequences_of(self.samples, [seq], self.encoder)[0]
+        there = lambda b,what,k: b[f'{what}:{self.samples.layouts[k]}'][i].cpu().numpy() if k in self.samples.layouts else None
         items = [str(int(o)+p) if ok else '' for p,ok in enumerate(real)]
         lines = [('position', items)]
-        lines += [(k, self._texts(k, v[i].cpu().numpy(), real)) for k,v in inputs_of(x).items()]
+        lines += [(k, self._texts(k, v[i].cpu().numpy(), real, there(x, 'depth_valid_mask', k))) for k,v in inputs_of(x).items()]
         for k,v in targets_of(y).items():
-            lines.append((f'→ {k}', self._texts(k, v[i].cpu().numpy(), asked)))
+            children = there(y, 'target_depth_valid_mask', k)
+            lines.append((f'→ {k}', self._texts(k, v[i].cpu().numpy(), asked, children)))
             if k in guesses:
                 g = np.asarray(guesses[k][i].cpu())
-                full = np.zeros(len(asked), g.dtype); full[-len(g):] = g
-                lines.append((f'guess {k}', self._texts(k, full, asked)))
+                full = np.zeros((len(asked), *g.shape[1:]), g.dtype); full[-len(g):] = g
+                lines.append((f'guess {k}', self._texts(k, full, asked, children)))
         m = self.max_slots
         return f'sample {int(x["sample"][i])}: sequence {name}', [(k, v if len(v)<=m else ['…', *v[-(m-1):]]) for k,v in lines]
 
@@ -250,7 +276,7 @@ class ShownSamples:
             out.append(f'<p style="margin-bottom:2px">{esc(head)}</p><table>{body}</table>')
         return ''.join(out)
 
-# %% ../nbs/32b_window_dls.ipynb #ac64d57d
+# %% ../nbs/32b_window_dls.ipynb #96537b7b
 @patch
 def show_batch(self:WindowDL,
     b=None, # inputs and targets; None: `one_batch`
@@ -275,7 +301,7 @@ def show_results(self:WindowDL,
     from fastai.torch_core import to_device
     x,y = to_device(b, 'cpu')
     out = out if isinstance(out, dict) else {first(targets_of(y)):out}
-    best = lambda k,p: p.argmax(-1) if not y[f'targets/{k}'].is_floating_point() else p.reshape(p.shape[:2])
+    best = lambda k,p: p.argmax(-1) if not y[f'targets/{k}'].is_floating_point() else p.reshape(p.shape[:y[f'targets/{k}'].ndim])
     return _shown(ShownSamples(x, y, self.samples, self.tok, {k: best(k, p.detach()) for k,p in out.items()}, max_n, max_slots), show)
 
 def _shown(res, show):
@@ -300,10 +326,11 @@ def predictions_frame(
     model, # a module or a `Learner`
     k:int=1, # how many guesses of a category
     encoder=None, # to decode with; by default that of the loader
-)->pl.DataFrame: # sequenceId, itemPosition, then for each target TARGET, TARGET_guess and, for categories, TARGET_p
+)->pl.DataFrame: # sequenceId, itemPosition (of the target), inputPosition (that was asked), then for each target TARGET, TARGET_guess and, for categories, TARGET_p
     "A model's answers, by sequence and position"
     model,samples,encoder = getattr(model, 'model', model),dl.samples,dl.tok if encoder is None else encoder
-    was,found,o = model.training,[],samples.view.target_offset
+    if deep := [c for c in samples.targets if c in samples.layouts]: raise ValueError(f'target {deep[0]!r} is of children, but predictions_frame is of targets that belong to items: name others with targets=')
+    was,found = model.training,[]
     model.eval()
     try:
         with torch.no_grad():
@@ -312,8 +339,8 @@ def predictions_frame(
                 n = next(iter(pred.values())).shape[1] if isinstance(pred, dict) else pred.shape[1]
                 m = y['loss_mask'].clone()
                 m[:,:-n] = False
-                at = x['item_position'][:,None]+torch.arange(m.shape[1], device=m.device)+o
-                rows = dict(sequence=x['sequence_id'][:,None].expand_as(m)[m].cpu().numpy(), position=at[m].cpu().numpy())
+                at = x['item_position'][:,None]+torch.arange(m.shape[1], device=m.device)
+                rows = {('at',k): v[m].cpu().numpy() for k,v in dict(sequence=x['sequence_id'][:,None].expand_as(m), target=samples.target_positions({**x, **y}), input=at).items()}
                 for name,(p,t) in _answers(pred, y).items():
                     rows[name] = t.cpu().numpy()
                     if t.is_floating_point(): rows[f'{name}_guess'] = p.reshape(len(p)).float().cpu().numpy()
@@ -324,8 +351,7 @@ def predictions_frame(
     finally: model.train(was)
     if not found: raise ValueError('there is no batch, so there is no prediction')
     all_ = {c: np.concatenate([r[c] for r in found]) for c in found[0]}
-    names = encoder.sequence_names(all_['sequence']) if encoder is not None else pl.Series(all_['sequence'])
-    cols = dict(sequenceId=names, itemPosition=all_['position'])
+    cols = dict(sequenceId=sequences_of(samples, all_['at','sequence'], encoder), itemPosition=all_['at','target'], inputPosition=all_['at','input'])
     for name in samples.targets:
         cols[name] = _decoded(samples, encoder, name, all_[name])
         g = all_[f'{name}_guess']
@@ -334,4 +360,4 @@ def predictions_frame(
             s = _decoded(samples, encoder, name, g.reshape(-1))
             cols[f'{name}_guess'] = s if g.shape[1]==1 else s.reshape((-1, g.shape[1])).arr.to_list()
             cols[f'{name}_p'] = all_[f'{name}_p'][:,0] if g.shape[1]==1 else pl.Series(all_[f'{name}_p']).arr.to_list()
-    return pl.DataFrame({k: v.alias(k) if isinstance(v, pl.Series) else pl.Series(k, v) for k,v in cols.items()}).sort('sequenceId','itemPosition', maintain_order=True)
+    return pl.DataFrame({k: v.alias(k) if isinstance(v, pl.Series) else pl.Series(k, v) for k,v in cols.items()}).sort('sequenceId','itemPosition','inputPosition', maintain_order=True)

@@ -206,6 +206,15 @@ def data_key(self:WindowLoader)->str: # 16 hexadecimal digits
         self._data = content_hash([len(s), list(s.inputs), list(s.targets), s.windows.content_key([*s.inputs, *s.targets])])[:16]
     return self._data
 
+# %% ../nbs/30g_window_loader.ipynb #2ee71087
+@patch
+def load_state_dict(self:WindowLoader,
+    state:dict, # of `state_dict`
+):
+    "Let the next iteration begin where the consumer was"
+    if isinstance(state, dict) and isinstance(state.get('plan'), dict): self._same('of a plan', state['plan'], self._plan_facts(), 'begin an epoch anew with set_epoch') # before the data, of which the inputs and targets are a part
+    PRAGMADataLoader.load_state_dict(self, state)
+
 # %% ../nbs/30g_window_loader.ipynb #f912a5a7
 def usual_view(
     facts:dict, # of a split, as `StoredWindows` has them
@@ -214,9 +223,12 @@ def usual_view(
 )->WindowView:
     "A view with what was not given taken from how the windows were cut"
     keys = {k:v for k,v in keys.items() if v is not None}
-    bert = keys.get('objective')=='bert'
-    if facts['aligned'] and not bert and 'window_stride' not in keys and not {'prediction_length','steps'} & keys.keys(): keys.update(facts['aligned'])
-    keys.setdefault('target_offset', 0 if bert else max(facts['max_target_offset'], 1) if facts['aligned'] else 1)
+    bert,cut = keys.get('objective')=='bert',facts['aligned']
+    if cut and not bert and 'window_stride' not in keys:
+        keys.setdefault('prediction_length', cut['prediction_length'])
+        if keys['prediction_length']==cut['prediction_length']: keys.setdefault('steps', cut['steps'])
+        elif 'steps' not in keys: raise ValueError(f"prediction_length is {keys['prediction_length']}, but the windows were cut for {cut['steps']} steps of {cut['prediction_length']}, each row to be predicted once: leave it out, or say with steps= how many views a window has")
+    keys.setdefault('target_offset', 0 if bert else max(facts['max_target_offset'], 1) if cut else 1)
     room = width-facts['max_target_offset']-(keys.get('steps', 1)-1)*(keys.get('prediction_length') or 0)
     return WindowView(**{'context_length': room, **keys})
 

@@ -5,27 +5,19 @@
 # %% auto #0
 __all__ = ['OBJECTIVES', 'WindowView', 'WindowSamples', 'view_masks', 'next_places', 'objective_targets']
 
-# %% ../nbs/30e_window_samples.ipynb #5897b6bb
+# %% ../nbs/30e_window_samples.ipynb #0f8cf4d7
+import sys
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 from fastcore.basics import patch
+from numpy.lib.stride_tricks import as_strided
 
 from .payload import coordinate_names
 from .ragged import lengths_to_offsets
 from .roles import did_you_mean
 from .window_data import StoredWindows
-
-# %
-#| hide
-import shutil, tempfile
-from pathlib import Path
-import polars as pl
-from fastcore.test import *
-from nbdev.showdoc import *
-from .blockfiles import read_block
-from .preprocess import preprocess
 
 # %% ../nbs/30e_window_samples.ipynb #cf792cbc
 OBJECTIVES = 'causal','bert','final_value','next_occurrence'
@@ -59,7 +51,15 @@ class WindowView:
             need(s is None, f'window_stride is {s}, but with steps the views are prediction_length apart: leave it out')
             need(p is not None, 'steps needs a prediction_length')
         need((self.trigger is not None)==(self.objective=='next_occurrence'), f"trigger is {self.trigger!r}: it names a column and its values, for objective next_occurrence and no other")
+        if self.trigger is not None:
+            t = self.trigger
+            need(isinstance(t, (tuple,list)) and len(t)==2 and isinstance(t[0], str) and not (isinstance(t[1], (tuple,list,set)) and not t[1]), f"trigger is {t!r}, expected a column and one or more of its values, such as ('item', ['a','b'])")
         if wrong: raise ValueError(f"a view of windows: {'; '.join(wrong)}")
+
+    @property
+    def moves_targets(self)->bool:
+        "Is a slot asked for something else than what is `target_offset` behind it?"
+        return self.objective in ('final_value','next_occurrence')
 
 # %% ../nbs/30e_window_samples.ipynb #3e1d6fb2
 @patch
@@ -92,10 +92,11 @@ class WindowSamples:
     ):
         self.windows,self.view,self.hide = windows,view,hide
         self.int_dtype,self.float_dtype = (None if t is None else np.dtype(t) for t in (int_dtype, float_dtype))
-        self.features = windows.blocks[0].features
+        self.features = windows.blocks[0].features # name → array of all windows
         self.inputs = self._names(inputs, list(self.features), 'inputs')
         self.targets = self._names(targets, [c for c in self.inputs if self.features[c].ndim==2], 'targets')
         if hide is not None and view.objective!='bert': raise ValueError(f"hide is given, but the objective is {view.objective}: hiding inputs is for objective 'bert'")
+        self.layouts = {c: k for c in dict.fromkeys([*self.inputs, *self.targets]) if (k := self.layout_of(c))} # feature of children → its depth layout
         self.starts = view.starts(windows.width, windows.facts['max_target_offset'])
         self.trigger = self._trigger_ids() if view.objective=='next_occurrence' else None
         self.wanted = list(dict.fromkeys([*self.inputs, *self.targets, *([] if self.trigger is None else [view.trigger[0]])])) # features that are read
@@ -107,6 +108,14 @@ class WindowSamples:
         if odd := [c for c in names if c not in self.features]: raise ValueError(f"{what}: the windows have no feature {odd[0]!r}{did_you_mean(odd[0], self.features)}; they have {', '.join(self.features)}")
         if not names: raise ValueError(f'{what}: there are none; name at least one of {", ".join(self.features)}')
         return names
+
+    def layout_of(self, feature)->str: # None for features of items
+        "The depth layout of a feature of children"
+        if self.features[feature].ndim<3: return None
+        layouts,masks = self.windows.facts['layouts'] or {},self.windows.blocks[0].depth_masks
+        own = [k for k,o in layouts.items() if feature in o.columns and k in masks] or [k for k,m in masks.items() if m.shape[2]==self.features[feature].shape[2]]
+        if len(own)!=1: raise ValueError(f"{self.windows.path}: it is not known which mask ({', '.join(masks) or 'there is none'}) belongs to feature {feature!r}, as no metadata has its depth layout: pass metadata= with depth_layouts")
+        return own[0]
 
     def __len__(self): return self.n
     def __repr__(self):
@@ -139,6 +148,7 @@ def _trigger_ids(self:WindowSamples)->np.ndarray:
     column,values = self.view.trigger
     values = list(values) if isinstance(values, (list,tuple,set)) else [values]
     self._names([column], [], 'trigger')
+    if self.features[column].ndim>2: raise ValueError(f'trigger: column {column!r} is of children, so an item has several of its values; take a column of items')
     ids = self.windows.facts['id_maps'].get(column)
     if ids is None: raise ValueError(f'trigger: column {column!r} has no map of values to ids; take a categorical one of {", ".join(self.windows.facts["id_maps"])}')
     if odd := [v for v in values if str(int(v) if isinstance(v, bool) else v) not in ids]: raise ValueError(f'trigger: column {column!r} has no value {odd[0]!r}{did_you_mean(str(odd[0]), ids)}')
@@ -147,7 +157,13 @@ def _trigger_ids(self:WindowSamples)->np.ndarray:
 # %% ../nbs/30e_window_samples.ipynb #735e90c5
 @lru_cache
 def _rows_from(C)->np.ndarray: # (C+1, C) bool: row k is true from slot k on
-    return np.arange(C)>=np.arange(C+1)[:,None]
+    rows = as_strided((np.arange(2*C)>=C)[C:], (C+1, C), (-1, 1), writeable=False)
+    return rows.copy() if C<=256 else rows # small, it is faster as a table of its own
+
+def _true_from(C, k)->np.ndarray: # (n, C) bool
+    "Rows that are true from slot `k` on, each"
+    rows = _rows_from(C)
+    return rows.take(k, axis=0, mode='clip') if rows.flags.c_contiguous else rows[k.clip(0, C)]
 
 def view_masks(
     left_pad, # (n,) padded slots of each window
@@ -158,10 +174,9 @@ def view_masks(
 )->tuple: # (n, context_length) bool: which inputs are rows; which targets are of the split
     "Which inputs and targets of views are valid"
     C,o = view.context_length,view.target_offset
-    rows = _rows_from(C)
     lo,hi = np.maximum(left_pad, valid_from)-starts-o,valid_to-starts-o
-    attention,target = (rows.take(k, axis=0, mode='clip') for k in (left_pad-starts, lo))
-    if len(hi) and hi.min()<C: target &= ~rows.take(hi, axis=0, mode='clip')
+    attention,target = (_true_from(C, k) for k in (left_pad-starts, lo))
+    if len(hi) and hi.min()<C: target &= ~_true_from(C, hi)
     return attention,target
 
 # %% ../nbs/30e_window_samples.ipynb #3872c250
@@ -190,10 +205,20 @@ def objective_targets(
 
 # %% ../nbs/30e_window_samples.ipynb #332e27e7
 @patch
-def _out(self:WindowSamples, v):
-    "Numbers in the dtype of batches"
-    t = self.float_dtype if v.dtype.kind=='f' else self.int_dtype if v.dtype.kind in 'iu' else None
-    return v if t is None or v.dtype==t else v.astype(t)
+def _out(self:WindowSamples, v, kind=None):
+    "Numbers in the dtype of batches; with a kind, in memory of their own"
+    t = (self.float_dtype if v.dtype.kind=='f' else self.int_dtype if v.dtype.kind in 'iu' else None) or v.dtype
+    if kind is None: return v.astype(t, copy=False)
+    out = self.windows.room(kind, v.shape, t)
+    np.copyto(out, v, casting='unsafe')
+    return out
+
+@patch
+def _depth(self:WindowSamples, w, rows, starts)->tuple: # depth masks of the inputs, those of the items that are asked for
+    "The masks of children; what is both is gathered once"
+    C,o,asked = self.view.context_length,self.view.target_offset,{self.layouts[c] for c in self.targets if c in self.layouts}
+    both = {k: w.take(k, rows, starts, C+o if k in asked else C, mask=True) for k in self.windows.blocks[0].depth_masks}
+    return {k: m[:,:C].copy() if k in asked else m for k,m in both.items()}, {k: both[k][:,o:] for k in both if k in asked}
 
 @patch
 def _pairs(self:WindowSamples, w, rows, starts)->tuple: # inputs, targets, which targets have a trigger value
@@ -202,9 +227,9 @@ def _pairs(self:WindowSamples, w, rows, starts)->tuple: # inputs, targets, which
     inputs,targets,hit = {},{},None
     for c in self.wanted:
         i,t = c in self.inputs,c in self.targets or (self.trigger is not None and c==self.view.trigger[0])
-        both = self._out(w.take(c, rows, starts if i else starts+o, C+o if i and t else C))
-        if i: inputs[c] = both[:,:C]
-        if t: targets[c] = both[:,o:] if i else both
+        both = w.take(c, rows, starts if i else starts+o, C+o if i and t else C)
+        if i: inputs[c] = self._out(both[:,:C])
+        if t: targets[c] = self._out(both[:,o:], f'targets/{c}') if i else self._out(both)
     if self.trigger is not None: hit = np.isin(targets[self.view.trigger[0]], self.trigger)
     return {c: inputs[c] for c in self.inputs}, {c: targets[c] for c in self.targets}, hit
 
@@ -235,18 +260,31 @@ def _batch(self:WindowSamples, samples, epoch):
     first,pad = c['start_item_positions'],c['left_pad_lengths']
     attention,valid = view_masks(pad, c['split_start_item_positions']-first, c['split_end_item_positions']-first, starts, v)
     inputs,targets,hit = self._pairs(w, rows, starts)
-    targets,loss = objective_targets(v, targets, valid, hit)
+    depth,asked = self._depth(w, rows, starts)
+    moved = {('position',''): (first+(starts+v.target_offset))[:,None]+np.arange(v.context_length)} if v.moves_targets else {}
+    found,loss = objective_targets(v, {**moved, **{('mask',k): m for k,m in asked.items()}, **{('target',k): t for k,t in targets.items()}}, valid, hit) # all by the same places
+    of = lambda kind: {k: x for (which,k),x in found.items() if which==kind}
     res = {}
     if v.prediction_length is not None and v.prediction_length<v.context_length:
         loss = loss.copy() if loss is valid else loss
         loss[:,:-v.prediction_length] = False
     if self.hide is not None:
-        inputs,res['bert_mask'] = self.hide(inputs, attention, c['sequence_ids'], first+starts, epoch, self.windows.facts['n_classes'])
+        inputs,res['bert_mask'] = self.hide(inputs, attention, c['sequence_ids'], first+starts, epoch, self.windows.facts['n_classes'], {f: depth[k] for f,k in self.layouts.items() if f in inputs})
         loss = loss & res['bert_mask']
     elif loss is valid: loss = valid.copy()
-    depth = {f'depth_valid_mask:{k}': w.take(k, rows, starts, v.context_length, mask=True) for k in self.windows.blocks[0].depth_masks}
-    return {**{f'inputs/{k}': x for k,x in inputs.items()}, **{f'targets/{k}': x for k,x in targets.items()}, 'attention_valid_mask': attention, 'target_valid_mask': valid, **depth, **res,
-            'loss_mask': loss, 'sequence_id': c['sequence_ids'], 'item_position': first+starts}
+    masks = {**{f'depth_valid_mask:{k}': m for k,m in depth.items()}, **{f'target_depth_valid_mask:{k}': m for k,m in of('mask').items()}}
+    return {**{f'inputs/{k}': x for k,x in inputs.items()}, **{f'targets/{k}': x for k,x in of('target').items()}, 'attention_valid_mask': attention, 'target_valid_mask': valid, **masks, **res,
+            'loss_mask': loss, 'sequence_id': c['sequence_ids'], 'item_position': first+starts, **{'target_position': x for x in of('position').values()}}
+
+@patch
+def target_positions(self:WindowSamples,
+    b:dict, # batch of arrays or tensors
+): # (n, C) int64
+    "Item positions of what each slot is asked for"
+    if 'target_position' in b: return b['target_position']
+    first = b['item_position']
+    at = self.view.target_offset+np.arange(self.view.context_length)
+    return first[:,None]+(at if isinstance(first, np.ndarray) else sys.modules['torch'].as_tensor(at, device=first.device))
 
 @patch
 def _nothing(self:WindowSamples, n):
@@ -254,9 +292,10 @@ def _nothing(self:WindowSamples, n):
     C,z = self.view.context_length,np.zeros
     one = lambda c: self._out(z((n, C, *self.features[c].shape[2:]), self.features[c].dtype))
     masks = {k: z((n, C), bool) for k in ('attention_valid_mask','target_valid_mask','loss_mask')}
-    depth = {f'depth_valid_mask:{k}': z((n, C, m.shape[2]), bool) for k,m in self.windows.blocks[0].depth_masks.items()}
+    held,asked = self.windows.blocks[0].depth_masks,{self.layouts[c]: None for c in self.targets if c in self.layouts}
+    depth = {f'{what}:{k}': z((n, C, held[k].shape[2]), bool) for what,names in (('depth_valid_mask', held),('target_depth_valid_mask', [k for k in held if k in asked])) for k in names}
     return {**{f'inputs/{c}': one(c) for c in self.inputs}, **{f'targets/{c}': one(c) for c in self.targets}, **masks, **depth, **({'bert_mask': z((n, C), bool)} if self.hide is not None else {}),
-            'sequence_id': z(n, np.int64), 'item_position': z(n, np.int64)}
+            'sequence_id': z(n, np.int64), 'item_position': z(n, np.int64), **({'target_position': z((n, C), np.int64)} if self.view.moves_targets else {})}
 
 # %% ../nbs/30e_window_samples.ipynb #819447e5
 @patch
@@ -272,12 +311,14 @@ def batches_of(self:WindowSamples,
 def counts(self:WindowSamples,
     target:str, # name of a categorical target
 )->np.ndarray: # (ids,) int64
-    "How often each id is asked for"
+    "How often each id is asked for; of children, each that is there counts"
     if target not in self.targets: raise ValueError(f'{target!r} is no target{did_you_mean(target, self.targets)}; targets are {", ".join(self.targets)}')
+    layout = self.layouts.get(target)
     if self.features[target].dtype.kind not in 'iu': raise ValueError(f'target {target!r} is {self.features[target].dtype}, expected a categorical one')
     res = np.zeros(self.windows.facts['n_classes'].get(target, 0), np.int64)
     for b in self.batches_of():
-        new = np.bincount(b[f'targets/{target}'][b['loss_mask']], minlength=len(res))
+        asked = b['loss_mask'] if layout is None else b['loss_mask'][:,:,None] & b[f'target_depth_valid_mask:{layout}']
+        new = np.bincount(b[f'targets/{target}'][asked], minlength=len(res))
         if len(new)>len(res): res = np.pad(res, (0, len(new)-len(res)))
         res += new
     return res

@@ -1,6 +1,7 @@
 """Blocks of windows: every format there and back, bytes that do not depend on how blocks are cut, and the files and metadata of other programs."""
 import json, subprocess, sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np, polars as pl, pyarrow as pa, pyarrow.parquet as pq, pytest
 from hypothesis import given, settings, strategies as st, HealthCheck
@@ -253,6 +254,31 @@ def test_compact_dtypes_fit(n):
     assert ranges[t][1] >= n-1 and all(ranges[u][1] < n-1 for u in smaller)
 
 
+def exact_in(x, target):
+    "Whether a float has an integer, by its size and the digits it needs"
+    digits, largest = dict(float16=(11, 65504), float32=(24, 2**128), float64=(53, 2**1024))[target]
+    x = abs(x)
+    return not x or x <= largest and (x >> ((x & -x).bit_length()-1)).bit_length() <= digits
+
+
+@pytest.mark.filterwarnings('error')
+@given(st.sampled_from(['int64', 'uint64', 'int32', 'uint32', 'int16', 'uint16']), st.sampled_from(['float16', 'float32', 'float64']), st.data())
+def test_altered_numbers(source, target, data):
+    "Against Python's exact numbers, also where a float is beyond all integers of its source"
+    lo, hi = ranges[polars_name[source]]
+    ends = st.sampled_from([v for k in range(65) for d in (-1025, -513, -1, 0, 1, 513) for v in (2**k+d, -2**k-d) if lo <= v <= hi])
+    v = np.array(data.draw(st.lists(st.integers(lo, hi) | ends, max_size=6)), source)
+    assert altered(v, target).tolist() == [not exact_in(int(x), target) for x in v]
+
+
+@pytest.mark.filterwarnings('error')
+@given(st.lists(st.floats(), max_size=6), st.sampled_from(['float16', 'float32']))
+def test_altered_floats(values, target):
+    v = np.array(values, float)
+    with np.errstate(all='ignore'): want = [bool(np.isfinite(x)) and float(np.dtype(target).type(x)) != x for x in v]
+    assert altered(v, target).tolist() == want
+
+
 @given(st.sampled_from([n for n in names]), st.sampled_from(names), st.data())
 @settings(max_examples=300, deadline=None)
 def test_strict_cast_keeps_or_refuses(source, target, data):
@@ -263,7 +289,7 @@ def test_strict_cast_keeps_or_refuses(source, target, data):
     if source == target: allowed = True
     elif source[0] == 'f':
         with np.errstate(over='ignore'): allowed = target[0] == 'f' and all(np.isfinite(np.array(float(x)).astype(target)) or not np.isfinite(x) for x in v)
-    elif target[0] == 'f': allowed = all(abs(int(x)) <= dict(float16=2**11, float32=2**24, float64=2**53)[target] for x in v)
+    elif target[0] == 'f': allowed = all(exact_in(int(x), target) for x in v)
     else: allowed = all(ranges[polars_name[target]][0] <= int(x) <= ranges[polars_name[target]][1] for x in v)
     if not allowed:
         with pytest.raises(ValueError, match='the column'): strict_cast(v, target, 'the column')
@@ -279,6 +305,33 @@ def test_a_timestamp_is_not_rounded_in_the_long_layout(tmp_path):
     with pytest.raises(ValueError, match="'when' in the long layout.*not exact"): write('parquet', 'long', tmp_path/'x.parquet', BlockSchema.of(block), [block])
     write('parquet', 'wide', tmp_path/'x.parquet', BlockSchema.of(block), [block])
     same(read_block(tmp_path/'x.parquet'), block)
+
+
+def test_times_that_a_float_holds_are_written_long(tmp_path):
+    "Midnight in nanoseconds needs few digits; what does not fit is told with a way out that exists"
+    z, midnight = np.zeros(1, int), 1_704_067_200_000_000_000
+    def block(t): return WindowBlock(z, z, z, z, z, z+1, dict(t=np.array([[t]]), x=np.array([[.5]])))
+    write('parquet', 'long', tmp_path/'x.parquet', BlockSchema.of(block(midnight)), [block(midnight)])
+    assert [int(o) for o in pl.read_parquet(tmp_path/'x.parquet').filter(inputCol='t')['0']] == [midnight]
+    for t in (midnight+1, -2**63+1, 2**63-1):
+        with pytest.raises(ValueError, match=rf"feature 't' in the long layout.*: {t} is not exact in float64; use layout wide, pt, arrow or bin, .*or leave t out$"): write('parquet', 'long', tmp_path/'x.parquet', BlockSchema.of(block(t)), [block(t)])
+
+
+@given(st.sets(st.sampled_from('ab')))
+def test_real_columns_are_halved_only_where_it_is_said(single):
+    t = compact_dtypes(dict(a='Float64', b='Float64', c='Float32', d='Float16'), {}, single=single)
+    assert t == dict(a='Float32' if 'a' in single else 'Float64', b='Float32' if 'b' in single else 'Float64', c='Float32', d='Float16')
+
+
+json_values = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5) | st.just(',\n    '), lambda o: st.lists(o, max_size=4) | st.dictionaries(st.text(max_size=4), o, max_size=4), max_leaves=15)
+
+
+@given(st.dictionaries(st.text(max_size=4), json_values, max_size=4), st.sampled_from([None, 1, 4]))
+@settings(deadline=None)
+def test_metadata_is_laid_out_as_json_does_it(meta, indent):
+    with TemporaryDirectory() as tmp:
+        write_metadata(Path(tmp)/'m.json', meta, indent=indent)
+        assert (Path(tmp)/'m.json').read_text(encoding='utf-8') == json.dumps(meta, indent=indent)
 
 
 def test_a_wider_common_dtype(tmp_path):

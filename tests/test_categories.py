@@ -2,13 +2,14 @@
 import json, pickle, warnings
 from decimal import Decimal
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np, polars as pl, pytest
 from hypothesis import given, settings, strategies as st
 
 from fastseqprep.categories import Categories, FIRST_ID, category_values, find_integers, fnv_hash, read_id_maps
+from fastseqprep.columns import FittedColumn
 from fastseqprep.rules import CardinalityRule
+from fastseqprep.sequences import Column
 
 quick = settings(max_examples=150, deadline=None, derandomize=True)
 recorded = json.loads((Path(__file__).parent/'cases'/'categories.json').read_text(encoding='utf-8'))
@@ -114,10 +115,8 @@ def test_columns_are_encoded_as_their_values(column):
         place = {v: i for i, v in enumerate(dictionary)}
         values = np.array([place.get(v, -1) for v in new], np.int32)
     else: dictionary, values = None, s.fill_null(False if dtype == pl.Boolean else 0).to_numpy()
-    col = SimpleNamespace(values=values, dictionary=dictionary, nulls=nulls)
-    want = cats.encode(s).tolist()
-    assert cats.encode_column(col).tolist() == want
-    assert cats.encode_column(col, slice(1, 3)).tolist() == want[1:3]
+    f = FittedColumn('c', 'categorical', str(dtype), 'Int64', cats)
+    assert f.encode(Column('c', dtype, values, dictionary, nulls)).tolist() == cats.encode(s).tolist()
 
 
 @quick

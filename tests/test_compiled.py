@@ -551,6 +551,8 @@ def test_folder_that_cannot_be_written(shard_dir, tmp_path):
     with pytest.warns(UserWarning, match='pass cache_dir'): ra = compile_records(folder)
     home, want = Path(ra.folder).parent, ra.gather([1])['event_tokens']
     assert pickle.loads(pickle.dumps(ra)).uid_list([1]) == [1] # other processes find it
+    ra = ra.shorten(max_events=1)
+    assert home.exists() and pickle.loads(pickle.dumps(ra)).ntoks.tolist() == ra.ntoks.tolist() # also when only shortened ones are kept
     del ra
     assert not home.exists()
     kept = compile_records(folder, cache_dir=tmp_path/'kept')
@@ -587,6 +589,31 @@ def test_workers_of_any_kind(tmp_path, method):
     toks, uids = q.get(timeout=120)
     p.join(30)
     assert p.exitcode == 0 and np.array_equal(toks, ra.gather([2, 0])['event_tokens']) and uids == ['b']
+
+
+def lengths_in_worker(ra, q): q.put((ra.ntoks.tolist(), ra.lengths()['events'].tolist(), ra.gather(range(len(ra)))['event_tokens'].tolist()))
+
+
+@pytest.mark.parametrize('in_memory', [False, True])
+@pytest.mark.parametrize('method', [m for m in ('fork', 'forkserver', 'spawn') if m in mp.get_all_start_methods()])
+def test_records_that_were_shortened_arrive_short(tmp_path, method, in_memory):
+    ra = compile_records(write_shards(tmp_path, [made_up(i, [i, i+10, i+20]) for i in range(4)]))
+    if in_memory: ra = RecordArrays(ra.arrays, ra.info)
+    n, fixed = ra.lengths()['events'], (ra.profile.lengths + ra.lifelong.lengths).max()
+    for kw in dict(max_events=int(np.median(n))), dict(max_tokens=int(max(fixed, np.median(ra.ntoks)))), dict(max_tokens=10**9):
+        short = ra.shorten(**kw)
+        assert ('max_events' not in kw) or (short.ntoks < ra.ntoks).any()
+        ctx = mp.get_context(method)
+        q = ctx.Queue()
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')
+            p = ctx.Process(target=lengths_in_worker, args=(short, q))
+            p.start()
+        got = q.get(timeout=120)
+        p.join(30)
+        assert got == (short.ntoks.tolist(), short.lengths()['events'].tolist(), short.gather(range(len(ra)))['event_tokens'].tolist())
+        again = pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(short))))
+        assert (again.skip == short.skip).all() and again.ntoks.tolist() == short.ntoks.tolist()
 
 
 def test_opening_needs_no_polars(shard_dir):

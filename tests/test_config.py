@@ -298,3 +298,13 @@ def test_schema(tmp_path):
 def test_import_is_light():
     code = "import sys, fastseqprep.config; print([o for o in ('polars', 'pyarrow', 'numpy', 'torch', 'pandas') if o in sys.modules])"
     assert subprocess.run([sys.executable, '-c', code], capture_output=True, text=True).stdout.strip() == '[]'
+
+
+@pytest.mark.parametrize('name,good', [('.', False), ('..', False), ('a\nb', False), ('a\x00', False), ('\x1b[31m', False), ('a/b', False), ('a\\b', False), ('', False), ('...', True), ('.x', True), ('a b', True), ('é*?', True)])
+def test_names_of_data_sets(name, good):
+    "What can stand in the name of a file: no folder, and nothing that a terminal would obey"
+    keys = dict(project_root='.', dataset_name=name, split_ratios=[1.], window_length=2)
+    if good: assert PreprocessConfig(**keys).name == name
+    else:
+        with pytest.raises(ConfigError, match='dataset_name') as e: PreprocessConfig(**keys)
+        assert str(e.value).isprintable()

@@ -1,11 +1,11 @@
 "An epoch is planned once: each record once, the same batches for any number of ranks and workers, an exact length."
-import pickle, subprocess, sys, time
+import json, pickle, subprocess, sys, time
 from itertools import zip_longest
 
 import numpy as np, polars as pl, pyarrow as pa, pyarrow.parquet as pq, pytest, torch
 from torch.utils.data import DataLoader
 
-from fastseqprep.dataloader import EpochDataLoader, PRAGMADataLoader, pack_batch, pragma_dl
+from fastseqprep.dataloader import EpochDataLoader, PRAGMADataLoader, pack_batch, place_from_torchdata, pragma_dl
 from fastseqprep.masking import mask_batch
 
 pytestmark = pytest.mark.filterwarnings('ignore:This DataLoader will create', 'error:Length of IterableDataset')
@@ -110,6 +110,15 @@ def test_a_record_over_the_budget_loses_its_oldest_events(shards, kw):
     if 'mask' not in kw: assert [key(b) for b in PRAGMADataLoader(shards, oversize='cut', **kw)] == [key(b) for w in [DataLoader(PRAGMADataLoader(shards, oversize='cut', **kw), batch_size=None, num_workers=2)] for b in w]
 
 
+@pytest.mark.parametrize('how', ['fork', 'forkserver', 'spawn'])
+def test_workers_cut_what_is_cut_here(shards, how):
+    make = lambda **kw: pragma_dl(shards, max_tokens=60, max_batch_events=25, oversize='cut', shuffle=True, **kw)
+    want = [key(b) for b in make()]
+    got = list(make(num_workers=2, multiprocessing_context=how, timeout=WAIT))
+    assert [key(b) for b in got] == want
+    assert max(len(b['event_tokens']) for b in got) <= 60 and max(len(b['event_user']) for b in got) <= 25
+
+
 def test_masks_depend_on_the_record_alone(shards):
     def masks(**kw):
         res = {}
@@ -126,7 +135,7 @@ def test_masks_depend_on_the_record_alone(shards):
     assert key(mask_batch(b, None, seed=5)) == key(m)
 
 
-OPTIONS = [dict(), dict(whole_value=True), dict(exact_share=.3), dict(exact_share=.3, whole_value=True, unk_targets=False), dict(unk_targets=False, p_unk=.5), dict(p_tok=1., p_event=0., p_key=0.)]
+OPTIONS = [dict(), dict(whole_value=True), dict(exact_share=.3), dict(exact_share=.3, whole_value=True, unk_targets=True), dict(unk_targets=True, p_unk=.5), dict(p_tok=1., p_event=0., p_key=0.)]
 
 
 @pytest.mark.parametrize('kw', OPTIONS, ids=str)
@@ -147,6 +156,18 @@ def test_bunches_are_batches_made_one_by_one(shards, kw):
                 got = [key({k: v for k, v in b.items() if k != 'real'}) for b in ds.batches(1, start=start)]
                 assert got == want[start:]
             assert [key({k: v for k, v in b.items() if k != 'real'}) for b in ds.batches(1, worker=1, n_workers=3)] == want[1::3]
+
+
+def test_unknown_values_are_no_targets_unless_told(tmp_path):
+    folder = write_shards(tmp_path/'s', (60,))
+    for f in folder.glob('*.parquet'):
+        t = pq.read_table(f)
+        val = t['val_id'].to_numpy().copy()
+        val[::3] = 2
+        pq.write_table(t.set_column(t.schema.get_field_index('val_id'), 'val_id', pa.array(val)), f)
+    labels = lambda **kw: torch.cat([b['event_labels'] for b in pragma_dl(folder, mask=True, **kw)])
+    for kw in {}, dict(num_workers=1, timeout=WAIT):
+        assert (labels(unk_targets=True, **kw) == 2).any() and not (labels(**kw) == 2).any() and (labels(**kw) > 2).any()
 
 
 def test_batches_of_a_bunch_share_nothing(shards):
@@ -328,6 +349,121 @@ def test_a_loader_made_by_hand(shards):
         for e in (0, 1, 0):
             ds.set_epoch(e)
             assert len(dl) == len(want[e]) and [key(b) for b in dl] == want[e]
+
+
+@pytest.mark.parametrize('kw', [dict(), dict(persistent_workers=True), dict(multiprocessing_context='spawn')], ids=str)
+def test_a_dataset_that_is_not_told_its_place_gives_none(shards, kw):
+    ds = PRAGMADataLoader(shards, max_tokens=2000, shuffle=True)
+    dl = DataLoader(ds, batch_size=None, num_workers=2, timeout=WAIT, **kw)
+    assert ds.state_dict()['next_batch'] == 0
+    it = iter(dl)
+    next(it)
+    with pytest.raises(RuntimeError, match='made by hand .* pragma_dl'): ds.state_dict()
+    list(it)
+    with pytest.raises(RuntimeError, match='made by hand'): ds.state_dict()
+    ds.set_epoch(1)
+    state = ds.state_dict()
+    assert (state['epoch'], state['next_batch']) == (1, 0)              # where the next one begins is known
+    assert len(list(dl)) == len(ds.plan_of(1))
+    with pytest.raises(RuntimeError, match='made by hand'): ds.state_dict()
+    ds.load_state_dict({**state, 'next_batch': 2})
+    assert ds.state_dict()['next_batch'] == 2
+    own = pragma_dl(shards, max_tokens=2000, shuffle=True, num_workers=2, timeout=WAIT)
+    for k, b in enumerate(own): assert own.state_dict()['next_batch'] == k+1
+    mixed = EpochDataLoader(ds, batch_size=None, num_workers=2, timeout=WAIT, collate_fn=as_is)    # the same dataset, now in good hands
+    for k, b in enumerate(mixed): assert mixed.state_dict()['next_batch'] == k+3
+    alone = DataLoader(ds, batch_size=None)
+    for k, b in enumerate(alone): assert ds.state_dict()['next_batch'] == k+1                      # in this process it is known
+
+
+def as_is(b): return b
+
+
+@pytest.mark.parametrize('asked, kw', [(True, {}), (False, dict(shuffle=True)), (False, dict(mask=True)), (None, {})], ids=str)
+def test_an_epoch_that_comes_twice_by_hand_is_warned_of(tmp_path, asked, kw):
+    "In the worker, so on its stderr: if order or masks should have been others"
+    shards = write_shards(tmp_path/'s', (40,))
+    code = f"""import torch
+from torch.utils.data import DataLoader
+from fastseqprep.dataloader import PRAGMADataLoader
+ds = PRAGMADataLoader({str(shards)!r}, max_tokens=500, **{ {'shuffle': True} if asked else kw})
+dl = DataLoader(ds, batch_size=None, num_workers=2, multiprocessing_context='fork')
+for e in (0, 1):
+    if {asked}: ds.set_epoch(e)
+    list(dl)"""
+    out = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=WAIT)
+    assert out.returncode == 0, out.stderr
+    assert out.stderr.count('batches of epoch 0 once more') == (asked is False), out.stderr
+
+
+def test_batches_are_not_put_into_batches(shards):
+    for kw in dict(), dict(batch_size=4), dict(num_workers=1, timeout=WAIT):
+        with pytest.raises(TypeError, match='batch_size=None'): next(iter(DataLoader(PRAGMADataLoader(shards), **kw)))
+    assert len(next(iter(DataLoader([{'x': torch.zeros(2)}]*3, batch_size=3)))['x']) == 3          # others are joined as ever
+
+
+def test_epochs_are_whole_numbers_from_0(shards):
+    for dl in PRAGMADataLoader(shards, shuffle=True), pragma_dl(shards, shuffle=True):
+        dl.set_epoch(3)
+        for e in -1, 1.5, 'a', None, True, 2**63, 2**64: 
+            with pytest.raises(ValueError, match='0 to 2[*][*]63-1'): dl.set_epoch(e)
+        assert dl.epoch == 3
+        dl.set_epoch(np.uint8(5))
+        assert json.loads(json.dumps(dl.state_dict()))['epoch'] == 5
+    state = PRAGMADataLoader(shards, shuffle=True).state_dict()
+    with pytest.raises(ValueError, match='epoch=9223372036854775808'): PRAGMADataLoader(shards, shuffle=True).load_state_dict({**state, 'epoch': 2**63})
+    want = [b['uids'] for b in PRAGMADataLoader(shards, max_tokens=2000, shuffle=True).batches(2**63-2)]
+    dl = pragma_dl(shards, max_tokens=2000, shuffle=True, num_workers=1, persistent_workers=True, timeout=WAIT)
+    list(dl)
+    dl.set_epoch(2**63-2)
+    assert [b['uids'] for b in dl] == want
+
+
+def test_parts_of_a_state_that_are_no_dicts_are_named(shards):
+    ds = PRAGMADataLoader(shards, shuffle=True, mask=True)
+    state = ds.state_dict()
+    for k in 'plan', 'mask':
+        for bad in [1], 'x', 3, True, *([None] if k == 'plan' else []):
+            with pytest.raises(ValueError, match=f'The state has {k}=.*expected a dict'): ds.load_state_dict({**state, k: bad})
+    with pytest.raises(ValueError, match='without masks'): ds.load_state_dict({**state, 'mask': None})
+
+
+@pytest.mark.parametrize('n', [0, 1, 2, 3])
+def test_a_state_of_torchdata_goes_into_any_loader(tmp_path, n):
+    Stateful = pytest.importorskip('torchdata.stateful_dataloader', reason="torchdata is not installed; it is in the extra 'dev'").StatefulDataLoader
+    shards = write_shards(tmp_path/'s', (60, 1, 17, 2))
+    make = lambda **kw: PRAGMADataLoader(shards, **{'max_tokens': 700, 'shuffle': True, 'mask': True, **kw})
+    stateful = lambda ds, n: Stateful(ds, batch_size=None, num_workers=n, collate_fn=as_is, **(dict(timeout=WAIT) if n else {}))
+    want = [[key(b) for b in make().batches(e)] for e in range(2)]
+    steps = len(want[0])
+    for k in {0, 1, 2, steps//2, steps-1, steps, steps+1}:
+        dl = stateful(make(), n)
+        it = iter(dl)
+        for _ in range(min(k, steps)): next(it)
+        if k > steps: assert not list(it)
+        state = json.loads(json.dumps(dl.state_dict()))
+        place = place_from_torchdata(state)
+        assert (place['epoch'], place['next_batch']) == ((0, k) if k <= steps else (1, 0)), k
+        if k not in (2, steps-1): continue
+        ds = make()
+        ds.load_state_dict(place)
+        assert [key(b) for b in stateful(ds, (n+1) % 4)] == want[0][k:]  # other workers of the same kind of loader
+        dl = pragma_dl(shards, max_tokens=700, shuffle=True, mask=True, num_workers=1, timeout=WAIT)
+        dl.load_state_dict(place)
+        assert [key(b) for b in dl] == want[0][k:] and [key(b) for b in dl] == want[1]
+        ranks = [make(rank=r, world_size=2) for r in range(2)]
+        for r in ranks: r.load_state_dict(place)
+        assert sorted(u for r in ranks for b in r for u in real(b)) == sorted(ds.recs.uid_list(np.concatenate(ds.plan_of(0)[k:])))
+        again = stateful(make(), n)                                     # and of one that went on itself
+        again.load_state_dict(state)
+        next(iter(again))
+        assert place_from_torchdata(again.state_dict())['next_batch'] == k+1
+    with pytest.raises(ValueError, match='other data'): PRAGMADataLoader(write_shards(tmp_path/'o', (60,), seed=4), max_tokens=700, shuffle=True, mask=True).load_state_dict(place)
+    for bad, words in [({}, 'no place'), (None, 'no place'), ({**state, '_steps_since_snapshot': 2}, 'snapshot_every_n_steps=1')]:
+        with pytest.raises(ValueError, match=words): place_from_torchdata(bad)
+    if n > 1:
+        del state['_snapshot']['_worker_snapshots']['worker_1']
+        with pytest.raises(ValueError, match='one place for each worker'): place_from_torchdata(state)
 
 
 def test_workers_get_names_not_data_and_never_load_polars(shards):

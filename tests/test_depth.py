@@ -18,6 +18,7 @@ from fastseqprep.preprocess import cut_slots, cut_windows, placements, planned_w
 from fastseqprep.prepare import prepare
 from fastseqprep.ragged import lengths_to_offsets
 from fastseqprep.rules import DepthLayout
+from fastseqprep.spill import mapped_file
 from fastseqprep.window import plan_windows
 
 EXAMPLES = int(os.environ.get('FSP_EXAMPLES', 60))
@@ -415,6 +416,70 @@ def test_reading_in_pieces_on_disk(tmp_path):
         assert np.array_equal(a.children[k].slots.slots, b.children[k].slots.slots)
         for c in layouts[k].columns: assert a.children[k].columns[c].series().equals(b.children[k].columns[c].series())
     for c in a.items.columns: assert a.items.columns[c].series().equals(b.items.columns[c].series())
+
+
+def many(n, tmp_path, extra=False):
+    """`n` children, eight for an item, with columns of every kind; with `extra`, items without any among them."""
+    rnd, item = np.random.default_rng(n), np.repeat(np.arange(n//8), 8)
+    df = pl.DataFrame(dict(sequenceId=item//100, itemPosition=item%100, part=np.tile(np.arange(8), n//8), kind=item//3%7, price=item%50*.5, tag=rnd.integers(0, 1000, n), amount=rnd.normal(size=n)))
+    if extra:
+        few = pl.DataFrame(dict(sequenceId=np.arange(10**6, 10**6+n//50), itemPosition=0, kind=1, price=1.))
+        df = pl.concat([df, few.with_columns(part=pl.lit(None, pl.Int64), tag=pl.lit(None, pl.Int64), amount=pl.lit(None, pl.Float64)).select(df.columns)], how='vertical_relaxed')
+    path = tmp_path/f'{n}-{extra}.parquet'
+    df.write_parquet(path)
+    return path
+
+
+def long_config(path, tmp_path, **keys):
+    layouts = dict(parts=dict(position_column='part', columns=['tag', 'amount'], context_length=8))
+    return PreprocessConfig(**{**dict(project_root=str(tmp_path), preprocessing_data_path=str(path), read_format='parquet', write_format='pt', merge_output=False, split_ratios=[.8, .2], window_length=5,
+        depth_layouts=layouts), **keys})
+
+
+@pytest.mark.parametrize('extra', [False, True])
+def test_a_long_table_lies_in_files(extra, tmp_path):
+    path = many(40_000, tmp_path, extra)
+    a, b = (prepare(long_config(path, tmp_path, **more)) for more in ({}, dict(memory_limit=2**20)))
+    assert a.seqs.folder is None and b.seqs.folder is not None
+    for get in (lambda p: p.table.features, lambda p: dict(zip(('starts', 'counts', 'slots'), (getattr(p.table.slots['parts'], k) for k in ('starts', 'counts', 'slots')))),
+                lambda p: {c: o.values for c, o in p.children['parts'].columns.items()}, lambda p: dict(positions=p.table.positions)):
+        for k, x in get(b).items():
+            same = get(a)[k]
+            assert mapped_file(x) is not None and mapped_file(same) is None, k
+            assert x.dtype == same.dtype and np.array_equal(x, same), k
+    assert b.table.features['tag'].dtype == np.uint16 and b.table.features['kind'].dtype == np.uint8
+
+
+def test_memory_does_not_grow_with_the_table(tmp_path, monkeypatch):
+    import tracemalloc, fastseqprep.columns, fastseqprep.depth, fastseqprep.sequences
+    for m in (fastseqprep.columns, fastseqprep.depth, fastseqprep.sequences): monkeypatch.setattr(m, '_block', 1<<13)
+    def peak(n, **more):
+        cfg = long_config(many(n, tmp_path), tmp_path, **more)
+        tracemalloc.start()
+        try: return prepare(cfg), tracemalloc.get_traced_memory()[1]
+        finally: tracemalloc.stop()
+    _, small = peak(50_000, memory_limit=2**20)
+    p, large = peak(400_000, memory_limit=2**20)
+    _, whole = peak(400_000, memory_limit='1GB')
+    encoded = sum(x.nbytes for x in p.table.features.values())
+    assert large-small < encoded, (small, large, encoded)      # of eight times the rows, not even what is kept of them
+    assert large < .75*whole, (large, whole)
+
+
+@pytest.mark.skipif(not Path('/proc/self/status').exists(), reason='needs Linux to tell what is resident')
+def test_windows_give_back_what_they_read(tmp_path):
+    def mapped(): return next(int(o.split()[1])*1024 for o in Path('/proc/self/status').read_text().splitlines() if o.startswith('RssFile'))
+    def read(p):
+        for at in placements(cfg):
+            for w in planned_windows(p.table, at, 0, int(window_offsets(p.table, at)[-1]), 2000): cut_windows(p.table, w)
+    cfg = long_config(many(800_000, tmp_path), tmp_path, memory_limit=2**20)
+    p = prepare(cfg)
+    read(p)
+    before = mapped()
+    sum(int(x.astype(np.int64).sum()) for x in p.table.features.values())     # all of it is resident now
+    touched = mapped()-before
+    read(p)
+    assert touched > 5e6 and mapped()-before < touched/2, (touched, mapped()-before)
 
 
 def test_slots_are_checked_in_pieces(monkeypatch):

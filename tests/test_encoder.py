@@ -409,11 +409,11 @@ def test_a_run_that_wrote_nothing_or_was_overwritten(tmp_path):
     with pytest.raises(StoreError, match='another run of that name came later'): Encoder.load(first)
 
 
-def test_metadata_of_nested_rows_is_refused(result, tmp_path):
+def test_metadata_with_a_broken_layout_is_refused(result, tmp_path):
     meta = json.loads(Path(result.metadata_path).read_text())
     path = tmp_path/'nested.json'
     path.write_text(json.dumps({**meta, 'depth_layouts': {'a': {}}, 'split_paths': []}))
-    with pytest.raises(ValueError, match='depth_layouts, whose rows can only be encoded by the job'): Encoder.load(path)
+    with pytest.raises(ValueError, match="nested.json: depth layout 'a' is not one"): Encoder.load(path)
 
 
 def test_an_encoder_can_be_sent_to_a_worker(shop):

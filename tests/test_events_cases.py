@@ -420,7 +420,7 @@ def test_masks():
     assert len(fixed) == 5
     before = {k: v if k == 'uids' else v.clone() for k, v in b.items()}
     for m in fixed:
-        got = mask_batch(b, tok, **m['args'])
+        got = mask_batch(b, tok, unk_targets=True, **m['args'])
         for k in 'event_tokens', 'event_labels', 'mlm_mask':
             assert np.asarray(got[k]).tolist() == m[k]['data'], (m['args'], k)
             assert str(got[k].dtype) == 'torch.' + m[k]['dtype']

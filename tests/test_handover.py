@@ -1,9 +1,10 @@
 "Batches that come from workers may be kept for as long as one likes."
 import gc, os
 
-import pytest
+import numpy as np, pytest
 
-from fastseqprep.dataloader import PRAGMADataLoader, pragma_dl
+from fastseqprep.dataloader import EpochDataLoader, PRAGMADataLoader, pragma_dl
+from fastseqprep.handover import Ring
 from test_dataloader import WAIT, key, write_shards
 
 pytestmark = pytest.mark.filterwarnings('ignore:This DataLoader will create')
@@ -71,3 +72,40 @@ def test_plans_of_persistent_workers_are_those_of_the_epoch(tmp_path, how):
     again = make(num_workers=2, persistent_workers=True, timeout=120, multiprocessing_context=how)
     again.load_state_dict(state)
     assert again.epoch == 7 and [b['uids'] for b in again] == [u for u, _ in want[7]]
+
+
+def test_what_waits_in_the_queue_is_not_written_to():
+    "Batches that find no room lie in the slot in part; they are pickled when the next ones have been made there"
+    ring = Ring(1, 2, 4096)
+    def make(i):
+        def batches(empty):
+            a = empty(100, np.int64)
+            a[:] = i
+            return [dict(x=a, y=np.full(1000, i))]
+        return batches
+    def unlike(i): return lambda empty: [*make(i)(empty), dict(z=i)]
+    for how in make, unlike:
+        sent = [ring.send(0, how(i)) for i in range(5)]
+        for i, parcels in enumerate(sent):
+            f, args = parcels[0].__reduce__()
+            b = f(*args)
+            assert b['x'].tolist() == [i]*100 and b['y'].tolist() == [i]*1000
+
+
+@pytest.mark.parametrize('how', ['fork', 'forkserver', 'spawn'])
+@pytest.mark.parametrize('kw', [dict(max_tokens=30), dict(max_tokens=12_000, rank=0, world_size=40), dict(max_tokens=30, oversize='cut')], ids=str)
+def test_records_over_the_budget_come_from_workers_as_they_are(tmp_path, how, kw):
+    "Contents, not ids alone: such batches are larger than a slot"
+    shards = write_shards(tmp_path/'s', (150, 1, 40, 9))
+    make = lambda **more: pragma_dl(shards, shuffle=True, mask=True, seed=3, **kw, **more)
+    want = [key(b) for b in make()]
+    for n in (1, 2) if how == 'fork' else (2,): assert [key(b) for b in make(num_workers=n, multiprocessing_context=how, timeout=WAIT)] == want, n
+
+
+@pytest.mark.parametrize('collate', [{}, dict(collate_fn=None)], ids=['given', "torch's own"])
+def test_sealed_parcels_pass_through_a_collate_function(tmp_path, collate):
+    shards = write_shards(tmp_path/'s', (150,))
+    kw = dict(max_tokens=30, shuffle=True)
+    want = [key(b) for b in PRAGMADataLoader(shards, **kw)]
+    dl = EpochDataLoader(PRAGMADataLoader(shards, **kw), batch_size=None, num_workers=2, timeout=WAIT, **(collate or dict(collate_fn=lambda b: b)), multiprocessing_context='fork')
+    assert [key(b) for b in dl] == want

@@ -11,16 +11,20 @@ cfg = configparser.ConfigParser()
 cfg.read(root/'settings.ini')
 cfg = cfg['DEFAULT']
 
-# Makes a process in which torch, fastai and what comes with them are not installed.
-hide = f'''
+def without(names):
+    "Code for a process in which these packages are not installed"
+    return f'''
 import sys
 from importlib.machinery import PathFinder
 class Hide:
     @staticmethod
     def find_spec(name, path=None, target=None):
-        return None if name.split('.')[0] in {heavy|{"torchvision"}} else PathFinder.find_spec(name, path, target)
+        return None if name.split('.')[0] in {set(names)} else PathFinder.find_spec(name, path, target)
 sys.meta_path[sys.meta_path.index(PathFinder)] = Hide
 '''
+
+dev = {'nbdev','execnb','IPython'} # what only those have who work on the notebooks
+hide = without(heavy|{'torchvision'}|dev) # no torch, no fastai, nothing that comes with them
 
 def fresh(code, *args):
     "What `code` prints in a process of its own, read as JSON"
@@ -106,6 +110,18 @@ def test_all_without_torch():
     "Without torch and fastai the other modules are all there"
     got = fresh(hide+'from fastseqprep.all import *\nfrom fastseqprep.all import __all__\nimport json\nprint(json.dumps(__all__))')
     assert {'DataSource','PRAGMADataset'} <= set(got) and 'pragma_dls' not in got
+
+def test_every_module_without_nbdev():
+    "With torch and fastai, but without what is for notebooks only"
+    mods = sorted(o.stem for o in (root/'fastseqprep').glob('*.py') if o.stem!='_modidx')
+    code = without(dev)+f'import importlib,json\nfor m in {mods}: importlib.import_module(f"fastseqprep.{{m}}")\nprint(json.dumps(len(sys.modules)))'
+    assert fresh(code)>len(mods)
+
+def test_modules_hold_no_hidden_cells():
+    "A cell whose first line is not recognised would be exported with the one before"
+    bad = re.compile(r'^#\| *(hide|eval|exec_doc)|^ *(import|from) (nbdev|execnb|fastcore\.test)\b|^(import|from) IPython\b', re.M)
+    found = {o.name: m[0] for o in (root/'fastseqprep').glob('*.py') if o.stem!='_modidx' for m in bad.finditer(o.read_text())}
+    assert not found
 
 def test_plain_modules_load_nothing_heavy():
     plain = fresh(hide+'import fastseqprep.all,json\nprint(json.dumps([o for o in sys.modules if o.startswith("fastseqprep.")]))')

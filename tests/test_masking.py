@@ -46,14 +46,14 @@ def test_corners_are_as_recorded(i):
     want = json.loads((CASE/'masks.json').read_text())[i]
     b = recorded()
     before = b['event_tokens'].clone()
-    got = mask_batch(b, None, **want['args'])
+    got = mask_batch(b, None, unk_targets=True, **want['args'])                # the rule that was recorded
     for k in 'event_tokens', 'event_labels', 'mlm_mask':
         assert got[k].tolist() == want[k]['data'] and str(got[k].dtype) == f"torch.{want[k]['dtype']}"
     assert bool((b['event_tokens'] == before).all()) and set(got) == set(b) | {'event_labels', 'mlm_mask'}
     assert all(got[k] is b[k] for k in b if k != 'event_tokens')
 
 
-OPTIONS = [dict(), dict(whole_value=True), dict(exact_share=.25), dict(exact_share=.25, whole_value=True), dict(unk_targets=False), dict(p_tok=.5, p_unk=.5)]
+OPTIONS = [dict(), dict(whole_value=True), dict(exact_share=.25), dict(exact_share=.25, whole_value=True), dict(unk_targets=True), dict(whole_value=True, unk_targets=True), dict(p_tok=.5, p_unk=.5)]
 
 
 @pytest.mark.parametrize('kw', OPTIONS, ids=str)
@@ -124,21 +124,47 @@ def test_an_exact_share(share):
     counts = np.array([len(t) for t, _ in by_record({**b, 'event_labels': b['event_tokens'][:, 1]}).values()])
     n = np.array([np.sum(np.array(l) != -100) for _, l in by_record(mask_batch(b, None, exact_share=share, p_unk=0)).values()])
     assert (abs(n - share*counts) < 1).all()
+    if share == 1: return
     lost = np.array([np.sum(np.array(l) != -100) for _, l in by_record(mask_batch(b, None, exact_share=share, p_unk=.3)).values()])
-    assert (lost <= n).all() and (share == 1 or (lost == n).all() or (n - lost).sum() <= 3)
+    assert (lost <= n).all() and ((lost == n).all() or (n - lost).sum() <= 3)
+
+
+def test_a_share_that_labels_cannot_reach_is_refused():
+    for kw, words in [(dict(exact_share=.96), 'p_unk=0.04 or exact_share=0.95'), (dict(exact_share=1), 'p_unk=0 or'), (dict(exact_share=.5, p_unk=.51), 'exact_share=0.49'), (dict(exact_share=.1, p_unk=1), 'exact_share=0.1 ')]:
+        with pytest.raises(ValueError, match=words): Masker(**kw)
+        with pytest.raises(ValueError, match=words): mask_batch(many(1), None, **kw)
+    for kw in dict(exact_share=.95), dict(exact_share=1, p_unk=0), dict(exact_share=.7, p_unk=.3), dict(exact_share=.1, p_unk=.9): Masker(**kw)
 
 
 def test_unknown_values_are_targets_only_if_asked():
     b = many(50)
     b['event_tokens'][::3, 1] = 2
-    assert (mask_batch(b, None)['event_labels'] == 2).any()
-    m = mask_batch(b, None, unk_targets=False)
+    assert (mask_batch(b, None, unk_targets=True)['event_labels'] == 2).any()
+    m = mask_batch(b, None)                                            # not unless told
     assert not (m['event_labels'] == 2).any() and (m['event_tokens'][::3, 1] == 2).all()
 
     class tok: val_vocab = {'[PAD]': 0, '[MASK]': 1, '[UNK]': 2, '[NULL]': 3}
     b['event_tokens'][1::3, 1] = 3
-    m = mask_batch(b, tok, unk_targets=False)
-    assert set(m['event_labels']) == {-100, 50}
+    for kw in {}, dict(exact_share=.2), dict(whole_value=True):
+        m = mask_batch(b, tok, **kw)
+        assert set(m['event_labels']) == {-100, 50} and (m['event_tokens'][::3, 1] == 2).all() and (m['event_tokens'][1::3, 1] == 3).all()
+    assert set(mask_batch(b, tok, unk_targets=True)['event_labels']) == {-100, 2, 3, 50}
+
+
+@pytest.mark.parametrize('kw', [dict(), dict(exact_share=.3), dict(p_tok=1., p_unk=0), dict(p_unk=.5)], ids=str)
+def test_a_value_with_an_unknown_piece_is_not_hidden_in_part(kw):
+    b = pack(ragged_batch(5, 100))
+    toks = b['event_tokens']
+    rng = np.random.default_rng(0)
+    toks[rng.random(len(toks)) < .1, 1] = 2
+    value = np.cumsum(toks[:, 2] == 0)
+    m = mask_batch(b, None, whole_value=True, **kw)
+    hidden, unknown = m['mlm_mask'] | (m['event_tokens'][:, 1] != toks[:, 1]), toks[:, 1] == 2
+    n, k = np.bincount(value), np.bincount(value, hidden)
+    assert ((k == 0) | (k == n)).all() and k.any()
+    assert not k[np.bincount(value, unknown) > 0].any()
+    one = dict(event_tokens=np.array([[9, 10, 0], [9, 2, 1], [9, 11, 2], [9, 12, 3]]), event_offsets=np.array([0, 4]), history_offsets=np.array([0, 2]), uids=['u'])
+    assert not mask_batch(one, None, whole_value=True, **kw)['mlm_mask'].any()
 
 
 def test_records_are_known_by_their_ids():

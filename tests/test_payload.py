@@ -239,6 +239,32 @@ def test_remote_payloads():
     same(read_pt_payload('memory://payloads/x.pt'), flat())
 
 
+@pytest.mark.parametrize('member', ['data/0', 'data.pkl'])
+def test_a_flipped_byte_is_found(tmp_path, member):
+    "torch compares no check sums; we do wherever the whole file is read"
+    import zipfile
+    save_pt_payload(flat(), tmp_path/'x.pt')
+    with zipfile.ZipFile(tmp_path/'x.pt') as z: info = z.getinfo(f'archive/{member}')
+    raw = bytearray((tmp_path/'x.pt').read_bytes())
+    at = raw.index(b'PK\3\4', info.header_offset)+30+int.from_bytes(raw[info.header_offset+26:info.header_offset+28], 'little')+int.from_bytes(raw[info.header_offset+28:info.header_offset+30], 'little')
+    at += 6 if member == 'data/0' else raw[at:].index(b'sequences')
+    raw[at] ^= 4
+    (tmp_path/'x.pt').write_bytes(raw)
+    for read in (load_pt_payload, lambda p: read_pt_payload(p, mmap=False)):
+        with pytest.raises(ValueError, match='x.pt'): read(tmp_path/'x.pt')
+    if member == 'data/0': assert torch.load(tmp_path/'x.pt', weights_only=True)['sequences']['a'].max() > 2**40
+
+
+@pytest.mark.parametrize('change,words', [(dict(left_pad_lengths=np.array([0, 9])), 'left padding 9'), (dict(split_end_item_positions=np.array([5, 0])), 'start before the end')])
+def test_a_mapped_payload_has_its_coordinates_checked(tmp_path, change, words):
+    write_pt(tmp_path/'x.pt', as_payload(flat(**change)))
+    with pytest.raises(ValueError, match=words): read_pt_payload(tmp_path/'x.pt')
+    write_pt(tmp_path/'x.pt', as_payload(flat()))
+    with pytest.raises(ValueError, match='vocabulary'):
+        write_pt(tmp_path/'x.pt', as_payload(flat(sequences=dict(a=np.ones((2, 2))))))
+        read_pt_payload(tmp_path/'x.pt', n_classes=dict(a=3))
+
+
 def test_a_failed_check_leaves_the_old_file(tmp_path):
     save_pt_payload(flat(), tmp_path/'x.pt')
     with pytest.raises(ValueError): save_pt_payload(flat(), tmp_path/'x.pt', n_classes=dict(a=3))
@@ -248,7 +274,7 @@ def test_a_failed_check_leaves_the_old_file(tmp_path):
 
 def test_layouts_are_checked():
     ok = dict(position_column='p', columns=['a'], context_length=2)
-    for bad in (dict(ok, columns=[]), dict(ok, columns=['a', 'a']), dict(ok, context_length=0), dict(ok, context_length=True), dict(ok, position_base=2), dict(ok, more=1), dict(columns=['a'])):
+    for bad in (dict(ok, columns=[]), dict(ok, columns=['a', 'a']), dict(ok, context_length=0), dict(ok, context_length=True), dict(ok, position_base=2), dict(ok, position_base=True), dict(ok, position_base=1.0), dict(ok, allow_gaps=1), dict(ok, allow_gaps='yes'), dict(ok, more=1), dict(columns=['a'])):
         with pytest.raises(ValueError, match='layout'): layout_registry(dict(x=bad))
     with pytest.raises(ValueError, match="'a' belongs"): layout_registry(dict(x=ok, y=ok))
     assert layout_registry(dict(x=ok))['x'].to_dict() == dict(ok, position_base=0, allow_gaps=False)

@@ -227,3 +227,69 @@ def test_sizes_are_whole_numbers():
                       (dict(max_batch_events='7', n_events=[1]*5), "max_batch_events='7'"), (dict(max_tokens=None, seed=True, block=.5), 'max_tokens=None; seed.*True; a block.*0.5')]:
         with pytest.raises(ValueError, match=words): Plan(np.arange(5), **kw)
     assert len(Plan(np.arange(5), np.int32(4))) == 3 == len(Plan(np.arange(5), None, batch_size=np.int64(2)))
+
+
+@pytest.mark.parametrize('dtype', 'int8 uint8 int16 uint16 int32 uint32 int64 uint64'.split())
+def test_lengths_of_any_integer_type(dtype):
+    "Also where the budget is more than the type holds"
+    lens, events = like_movielens(700) % 120 + 1, like_movielens(700) % 17
+    narrow, n_events = lens.astype(dtype), events.astype(dtype)
+    for kw in {}, dict(shuffle=False), dict(shuffle='block', block=50), dict(shuffle='hash'), dict(lookahead=9), dict(n_classes=5), dict(batch_size=20), dict(oversize='cut'), dict(oversize='refuse'), dict(n_classes=3, lookahead=20):
+        for budget in 200, 300, 65_536, 10**7:
+            plan, want = Plan(narrow, budget, **{'shuffle': True, **kw}), Plan(lens, budget, **{'shuffle': True, **kw})
+            assert plan.key == want.key and plan.fill == want.fill and plan.longest.tolist() == want.longest.tolist(), (kw, budget)
+    for kw in {}, dict(oversize='cut'), dict(oversize='refuse'), dict(n_classes=4, class_by='events'):
+        for most in 20, 300, 10**6:
+            plan, want = (Plan(a, 65_536, shuffle=True, n_events=b, max_batch_events=most, **kw) for a, b in ((narrow, n_events), (lens, events)))
+            assert plan.key == want.key and len(plan) > 0
+    assert [o.tolist() for o in Plan(np.full(3, 100, dtype), 30, oversize='cut')] == [[0], [1], [2]]
+    assert Plan(np.full(1000, 100, dtype), 65_536, shuffle=True).n_tokens.sum() == 100_000
+
+
+def test_lengths_are_a_row_of_whole_numbers():
+    for lens, words in [([-5, 3, 4], 'record 0 has -5'), ([1.9, 3.9], 'lengths are integers, but got float64'), ([np.nan, 3], 'float64'), (np.ones((3, 2), int), r'one row of integers, .* \(3, 2\)'),
+                        (7, r'shape \(\)'), (['3', '4'], '<U1'), ([True, False], 'bool'), ([None], 'object')]:
+        for kw in {}, dict(shuffle=True), dict(batch_size=2), dict(oversize='refuse'), dict(n_classes=2):
+            with pytest.raises(ValueError, match=words): Plan(lens, **kw)
+        with pytest.raises(ValueError, match=words.replace('lengths', 'n_events')): Plan([3]*np.shape(lens)[0] if np.ndim(lens) else [3], n_events=lens, max_batch_events=9)
+    with pytest.raises(ValueError, match='lengths .*; n_events .*; a batch needs'): Plan([-1], 0, n_events=[.5])
+    assert len(Plan([])) == len(Plan(np.zeros(0, np.uint8), shuffle=True)) == 0 and len(Plan([0, 0])) == 1
+
+
+def test_places_that_are_not_there_are_refused():
+    for places, n in ([5, 6, 7], 5), ([-1], 5), ([4], 3), ([3], 3), ([0], 0), ([.5], 3), ([2**63], 2**62):
+        with pytest.raises(ValueError, match=f'Places of {n} records'): hash_permutation(places, n)
+    assert hash_permutation([], 5).tolist() == [] and sorted(hash_permutation(np.arange(5, dtype=np.uint8), 5)) == [0, 1, 2, 3, 4]
+
+
+def test_a_rank_that_is_not_there_has_no_share():
+    plan = Plan([3]*40, 9)
+    for per_rank in False, True:
+        for rank, world in (5, 2), (2, 2), (-1, 2), (1, 1), (0, 0):
+            with pytest.raises(ValueError, match=f'rank={rank} and world_size={world}'): plan.share(0, rank, world, per_rank)
+
+
+def test_a_file_that_is_no_plan_is_named(tmp_path):
+    import json
+    f, plan = tmp_path/'p.json', Plan([3, 4, 5], 5, shuffle=True)
+    plan.save(f)
+    good = json.loads(f.read_text())
+    for text in '', '{', '{}', '[]', 'null', '{"format": "other"}': 
+        f.write_text(text)
+        with pytest.raises(ValueError, match='p.json is not a plan'): Plan.load(f, [3, 4, 5])
+    f.write_bytes(b'\xff\x00')
+    with pytest.raises(ValueError, match='p.json is not a plan'): Plan.load(f, [3, 4, 5])
+    for k in 'arguments', 'key', 'records', 'tokens':
+        for bad in {a: b for a, b in good.items() if a != k}, {**good, k: None}, {**good, k: [1]}:
+            f.write_text(json.dumps(bad))
+            with pytest.raises(ValueError, match='p.json is not a whole plan'): Plan.load(f, [3, 4, 5])
+    for args in {}, {**good['arguments'], 'other': 1}, {k: v for k, v in good['arguments'].items() if k != 'block'}:
+        f.write_text(json.dumps({**good, 'arguments': args}))
+        with pytest.raises(ValueError, match='p.json is not a whole plan'): Plan.load(f, [3, 4, 5])
+    with pytest.raises(FileNotFoundError): Plan.load(tmp_path/'none.json', [3])
+
+
+def test_order_by_hash_costs_some_fill():
+    "The number that the page gives"
+    lens = np.random.default_rng(0).lognormal(5, 1, 20_000).astype(int)
+    assert .96 < np.mean([Plan(lens, shuffle='hash', epoch=e).fill for e in range(3)]) < .98 < .995 < Plan(lens, shuffle=True).fill

@@ -146,6 +146,11 @@ def test_nothing_is_code(tok, texts, role):
     assert all(c.isprintable() or c=='\n' for c in re.sub(r'\x1b\[[\d;]+m', '', coloured))
     assert coloured.count('\x1b[0m')*2==coloured.count('\x1b')==2*len(p.rows[0]) # each token is coloured alone
 
+def test_owners_of_preferences(tok):
+    "A prompt and two answers have the roles of the conversations that they stand for"
+    p = preview(TextConfig.for_shape('dpo', builder='preference'), dict(prompt='Hello', chosen='The sea', rejected='wide'), tok)
+    assert [[o for _,o in row.parts] for row in p.rows]==[['user','assistant']]*2
+
 def test_text_says_it_all(tok):
     "Without colours, what stands between « and » is what is trained"
     p = preview(CHAT, dict(messages=[user('Hello'), answer('The\n\nsea '), user('?'), answer('wide')]), tok)
@@ -173,7 +178,7 @@ def written(folder, tok, records, **keys):
 def test_shard_as_record(tok, tmp_path, strategy):
     "A written record shows the tokens, masks and places of the raw one"
     records = [dict(messages=[user('Hello'), answer(t)]) for t in TEXTS]
-    cfg = written(tmp_path, tok, records, preprocessing=dict(packing_strategy=strategy, max_packed_len=64))
+    cfg = written(tmp_path, tok, records, preprocessing=dict(packing_strategy=strategy, max_packed_len=64), split_turns=strategy=='wrapped')
     s = TokenStore(tmp_path/'out')
     for i,(record,start) in enumerate(s.pieces().tolist()):
         (row,),raw = preview_shard(tmp_path/'out', i, tok).rows,preview(cfg, records[record], tok).rows[0]

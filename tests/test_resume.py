@@ -228,7 +228,7 @@ def test_other_masks_are_refused(shards):
         dl.load_state_dict(json.loads(json.dumps(state)))
         list(dl)
     for kw, words in [(dict(p_tok=.2), 'p_tok=0.15, but this loader has p_tok=0.2'), (dict(exact_share=.3), 'exact_share=None'), (dict(whole_value=True), 'whole_value'),
-                      (dict(unk_targets=False), 'unk_targets'), (dict(ignore=-1), 'ignore'), (dict(tok=tok('x')), 'ids=.*tokenizer=None, but'), (dict(mask=False), 'mask=True')]:
+                      (dict(unk_targets=True), 'unk_targets'), (dict(ignore=-1), 'ignore'), (dict(tok=tok('x')), 'ids=.*tokenizer=None, but'), (dict(mask=False), 'mask=True')]:
         dl = loader(shards, **{'mask': True, **kw})
         with pytest.raises(ValueError, match=words): dl.load_state_dict(state)
     with pytest.raises(ValueError, match='mask=False'): loader(shards, mask=True).load_state_dict(stopped(loader(shards), 0, 2))

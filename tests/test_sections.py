@@ -4,7 +4,8 @@ from pathlib import Path
 import numpy as np, pytest
 from hypothesis import given, settings, strategies as st
 from tokenizers import Tokenizer
-from fastseqprep.sections import Builder, RecordError, as_dtype, builders, make_builder, preference_record, register_builder
+from fastseqprep.preferences import preference_record
+from fastseqprep.sections import Builder, RecordError, as_dtype, builders, make_builder, register_builder
 from fastseqprep.templates import TemplateError
 from fastseqprep.text_config import TextConfig
 from fastseqprep.text_tokenizer import TextTokenizer
@@ -297,9 +298,10 @@ def test_poison(tokenizers):
     "A record that cannot be used costs only itself, whatever is wrong with it"
     tok,good = tokenizers['plain'],talk(('user','Hello.'), ('assistant','No.'))
     bad = [None, 5, 'text', [], dict(messages='x'), dict(messages=[5]), dict(messages=[dict(role='user')]), talk(('user','\ud83d'), ('assistant','b')), dict(messages=[dict(role='assistant', content='a', train=1)]),
-           dict(messages=[dict(role='assistant', content='a', weight='much')]), dict(messages=[dict(role='assistant', content='a', weight=float('nan'))]), dict(messages=[dict(role='assistant', content=['a'])]), {**good, 'tools':'{'}]
+           dict(messages=[dict(role='assistant', content='a', weight='much')]), dict(messages=[dict(role='assistant', content='a', weight=float('nan'))]), dict(messages=[dict(role='assistant', content=['a'])]), {**good, 'tools':'{'},
+           dict(messages=[dict(role=['user'], content='a'), *good['messages']]), dict(messages=[dict(role={}, content='a')]), {**good, 'kind':'\udfff'}]
     mixed = [o for b in bad for o in (good, b)]+[good]
-    b = make_builder(CHAT, tok)
+    b = make_builder(CHAT.model_copy(update=dict(output=CHAT.output.model_copy(update=dict(domain_key='kind')))), tok)
     built,alone = b.build(mixed),b.one(good)
     assert built.rows.tolist()==list(range(0, len(mixed), 2)) and [o[0] for o in built.failed]==list(range(1, len(mixed), 2))
     assert all(built.record(i)==alone for i in range(len(built)))
@@ -307,6 +309,23 @@ def test_poison(tokenizers):
     texts = make_builder(TextConfig.for_shape('pretrain', preprocessing=dict(min_chars=0)), tok).build([dict(text=o) for o in ('Hello.','\ud83d',True,{},'No.','')]+[{}])
     assert (texts.rows.tolist(), [o[1] for o in texts.failed], texts.dropped)==([0,4], ['bad text','wrong type','wrong type'], [(5,'empty'),(6,'empty')])
     assert len(b.build([]))==0 and b.build([]).outputs['sequence'].values.dtype==np.int32
+
+@pytest.mark.parametrize('rewards', [[1,10**400], [1,float('nan')], [1,'1e999'], [1], [1,2,3], 1])
+def test_wrong_rewards(tokenizers, rewards):
+    "Each response has one finite reward, or the group costs itself"
+    good = dict(prompt=[dict(role='user', content='Hello.')], responses=['No.',''], rewards=[.5,0])
+    built = make_builder(TextConfig.for_shape('grpo'), tokenizers['plain']).build([good, {**good, 'rewards':rewards}, good])
+    assert built.rows.tolist()==[0,2] and [o[:2] for o in built.failed]==[(1,'wrong type')]
+
+@pytest.mark.parametrize('mask', [{}, dict(assistant='mask'), dict(asistant='train')])
+def test_nothing_can_be_trained(tokenizers, mask):
+    "Roles of which none is trained leave no record, unless messages say it themselves, or all is to be kept"
+    keys = dict(input=dict(sections=[dict(field='messages', action='$role', template=True)]), mask=mask)
+    chat = talk(('user','Hello.'), ('assistant','No.'))
+    own = dict(messages=[*chat['messages'], dict(role='assistant', content='Yes.', train=True)])
+    built = make_builder(TextConfig(**keys), tokenizers['plain']).build([chat, own])
+    assert built.rows.tolist()==[1] and built.dropped==[(0,'no trained token')]
+    assert len(make_builder(TextConfig(**keys, untrained='keep'), tokenizers['plain']).build([chat, own]))==2
 
 def test_long_line(tokenizers):
     tok,n = tokenizers['plain'],5_000_000

@@ -248,3 +248,9 @@ def test_half_of_the_windows_is_enough():
         Split.within([100], [.5, .3, .2]).guard([7, 7, 7])
         Split.within([1]*9, [.9, .1]).guard([1, 1])
     with pytest.warns(UserWarning, match='5.9%'): Split.within([100], [.8, .1, .1]).guard([64, 1, 1])
+
+
+@pytest.mark.parametrize('values, why', [(pl.Series([1.5]), 'is Float64, expected dates'), (pl.Series(['1970-01-01', None]), 'has 1 nulls of 2 values: each row needs a value'), (pl.Series(['soon']), "holds 'soon'")])
+def test_a_column_of_times_is_not_called_a_split_column(values, why):
+    with pytest.raises(ValueError) as e: cutoff_values(values, 'timestamp', 't', 'timestamps: column')
+    assert f"timestamps: column 't' {why}" in str(e.value) and 'split' not in str(e.value)

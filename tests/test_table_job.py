@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 import table_job_oracle as oracle
 from table_windows import Output, differences, from_oracle, stored
-from test_table_cases import ADDED
 
 EXAMPLES = int(os.environ.get('FSP_EXAMPLES', 60))
 quick = settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -152,7 +151,7 @@ def test_against_a_plain_python_job(case):
 # ---------------------------------------------------------------- the same bytes from every layout
 def left(root):
     "What a run left: bytes of windows; JSON without what tells of the input's files"
-    def bare(o): return {k: bare(v) for k, v in o.items() if k not in ADDED | {'split_paths'}} if isinstance(o, dict) else o
+    def bare(o): return {k: bare(v) for k, v in o.items() if k not in ('split_paths', 'inputs')} if isinstance(o, dict) else o
     res = {}
     for f in sorted(p for d in ('data', 'configs') for p in (Path(root)/d).rglob('*') if p.is_file()):
         if '-split' not in f.relative_to(root).as_posix() and 'metadata_configs' not in f.parts: continue
@@ -215,9 +214,7 @@ def test_equal_windows_of_shards(case):
         assert isinstance(out, Output), f'{name}: {out}'
         for o in (out, want[1]):
             for m in o.metadata.values():
-                for k in ADDED | {'split_paths'}: m.pop(k, None)
-            for m in o.own.values():
-                for k in ADDED: m.pop(k, None)
+                m.pop('split_paths', None)
         problems = differences(want[1], out)
         assert not problems, '\n'.join([name, str(keys), *problems[:6]])
 
@@ -336,9 +333,162 @@ def only(got, c, split=0): return got.splits['t', split][0].features[c]
 EXTREME = [1.7976931348623157e308, -1.7976931348623157e308, 5e-324, -5e-324, 0., -0., 2.2250738585072014e-308, 1e-300, 1e300, 1.]
 
 
-def test_extreme_floats_pass_unaltered():
-    got = run(rows(x=EXTREME), split_ratios=[1.], window_length=10, normalize_real_columns=False)
-    assert only(got, 'x').tobytes() == np.array([EXTREME]).tobytes()
+FORMS = [dict(), dict(merge_output=False), dict(layout='wide'), dict(layout='wide', merge_output=False), dict(write_format='csv'),
+         *(dict(write_format=f, merge_output=False) for f in ('pt', 'arrow', 'bin'))]
+
+
+def features(df, **keys):
+    "The windows of split 0, read by the package itself, in the dtypes in which they are stored"
+    from fastseqprep.blockfiles import read_block
+    with TemporaryDirectory() as tmp:
+        res = job(tmp, preprocessing_data_path=str(write(tmp, df)), read_format='parquet', **{**dict(split_ratios=[1.], window_length=len(df), max_target_offset=0, normalize_real_columns=False), **keys})
+        return {k: np.array(v) for k, v in read_block(res.splits[0]).features.items()}
+
+
+@pytest.mark.parametrize('dtypes', [None, 'compact', 'standard'])
+@pytest.mark.parametrize('form', FORMS, ids=lambda f: '-'.join(map(str, f.values())) or 'long')
+def test_extreme_floats_pass_unaltered(form, dtypes):
+    "In every format and layout, whatever is said of dtypes: each number is stored as it was"
+    x = features(rows(x=EXTREME), **form, dtypes=dtypes)['x']
+    assert x.astype(float).tobytes() == np.array([EXTREME]).tobytes()
+    for values in [16777217., *[1.]*9], [0.]*9 + [1e-300], [1.]*9 + [1e300], [.1]*10, [-16777217, *range(9)]:
+        real = dict(real_columns=['x']) if isinstance(values[0], int) else {}
+        x = features(rows(x=values), **form, **real, dtypes=dtypes)['x']
+        assert x.astype(float)[0].tolist() == values, x.dtype
+
+
+@pytest.mark.parametrize('form', FORMS[2:4] + FORMS[6:], ids=str)
+def test_compact_numbers_need_no_more_than_they_are(form):
+    "32 bits for what they hold exactly, and for what is standardised"
+    def kind(values, **keys): return features(rows(x=values), **form, **{**dict(split_ratios=None, split_method='value_cutoff', split_column='t', split_values=[8], window_length=8), **keys})['x'].dtype
+    def of(values, **keys): return features(rows(x=values), **form, **keys)['x'].dtype.name
+    assert of([.5, 2.25]*5) == 'float32' and of([.1]*10) == 'float64'
+    assert of([.5]*9 + [.1]) == 'float64' # the last row counts as much as the first
+    assert of([.1 + i for i in range(10)], normalize_real_columns=True) == 'float32'
+    assert of([.5]*9 + [None], nulls=dict(x='mean')) == 'float32' and of([.5, .5, 1.]*3 + [None], nulls=dict(x='mean')) == 'float64' # what fills the gap counts, too
+    assert of(list(range(10)), real_columns=['x']) == 'float32' and of([2**24+1, *range(9)], real_columns=['x']) == 'float64'
+    late = rows(20, x=[.25*(i % 7) for i in range(19)] + [1e300])
+    assert features(late, **form, split_ratios=[.9, .1], normalize_real_columns=True)['x'].dtype == np.float64 # far from what was fitted
+
+
+@pytest.mark.filterwarnings('error')
+@pytest.mark.parametrize('dtype,most', [(pl.Int64, 2**63-1), (pl.UInt64, 2**64-1), (pl.UInt64, 2**63+1), (pl.Int64, 2**53+1), (pl.Int64, -2**63+1)])
+@pytest.mark.parametrize('normalize', [True, False])
+def test_integers_that_no_float_holds_are_refused_as_numbers(dtype, most, normalize):
+    "Also the largest, which become a float beyond all integers; what a float holds passes"
+    near = dict({2**63-1: 2**62, 2**64-1: 2**63, 2**63+1: 2**63, 2**53+1: 2**53, -2**63+1: -2**63})[most]
+    def df(v): return rows(num=pl.Series([v, *range(9)], dtype=dtype))
+    keys = dict(real_columns=['num'], normalize_real_columns=normalize, split_ratios=[1.], window_length=10)
+    with pytest.raises(ValueError, match=f"'num' has the value {most} .*which no float holds exactly"): run(df(most), **keys)
+    got = only(run(df(near), **keys), 'num')[0]
+    assert np.isfinite(got).all() and (normalize or [int(v) for v in got] == [near, *range(9)])
+
+
+def test_reused_types_do_not_round_integers(tmp_path):
+    "A type that was chosen by the rows of an earlier run is chosen anew; one that was declared is kept, and refused where it does not fit"
+    keys = dict(read_format='parquet', layout='wide', real_columns=['num'], normalize_real_columns=False, split_ratios=[1.], window_length=10, max_target_offset=0)
+    small, large = rows(num=list(range(10))), rows(num=[2**24+1, *range(9)])
+    def types(name, df, **more): return [str(t) for t in job(tmp_path, preprocessing_data_path=str(write(tmp_path, df, name=name)), **keys, **more) and json.loads((tmp_path/'configs'/'metadata_configs'/f'{name}.json').read_text())['column_data_types'].values()]
+    reuse = dict(metadata_config_path='configs/metadata_configs/a.json')
+    assert types('a', small) == ['Float32'] and types('b', large, **reuse) == ['Float64'] and types('c', small, **reuse) == ['Float32']
+    assert stored(tmp_path).splits['b', 0][0].features['num'][0].tolist() == [2**24+1, *range(9)]
+    with pytest.raises(ValueError, match="16777217 .*which Float32 does not hold exactly"): types('d', large, **reuse, dtypes='standard')
+
+
+def test_the_manifest_tells_how_to_make_it_again(tmp_path):
+    "Seed, versions, inputs and settings; equal runs give equal bytes, and the metadata can be used for other rows"
+    import hashlib, platform, pyarrow
+    import fastseqprep
+    path = write(tmp_path, rows(k=[1, 2]*5, x=[float(i) for i in range(10)]), parts=[3])
+    keys = dict(preprocessing_data_path=str(path), read_format='parquet', split_method='within_sequence', split_ratios=[.6, .4], window_length=4, seed=77)
+    res = job(tmp_path/'p', **keys)
+    files = Path(res.metadata_path), tmp_path/'p/data/t.manifest.json'
+    first = [f.read_bytes() for f in files]
+    meta, m = map(json.loads, first)
+    assert m['facts']['seed'] == 77 and m['facts']['versions'] == dict(fastseqprep=fastseqprep.__version__, python=platform.python_version(), numpy=np.__version__, polars=pl.__version__, pyarrow=pyarrow.__version__)
+    assert {o['name']: o['sha256'] for o in m['inputs']} == {n: hashlib.sha256((path/n).read_bytes()).hexdigest() for n in ('p0.parquet', 'sub/p1.parquet')}
+    assert m['config']['window_length'] == 4 and 'project_root' not in m['config'] and not {'seed', 'versions', 'inputs', 'settings'} & meta.keys()
+    job(tmp_path/'p', **keys)
+    assert [f.read_bytes() for f in files] == first
+    again = job(tmp_path/'p', **keys, dataset_name='later', metadata_config_path='configs/metadata_configs/t.json')
+    assert json.loads(Path(again.metadata_path).read_text())['id_maps'] == meta['id_maps'] and {o.name for o in again.manifest.inputs} == {'p0.parquet', 'sub/p1.parquet', 'configs/t.json'}
+
+
+@pytest.mark.parametrize('more', [{}, dict(gaps='error'), dict(categorical_columns=['k'], real_columns=None), dict(nulls=dict(x='mean')), dict(duplicates='first')])
+def test_a_source_says_the_same_to_a_made_configuration(more, tmp_path):
+    "Roles and times of a `DataSource` count for keys as well as for a `PreprocessConfig` of them"
+    from fastseqprep.config import PreprocessConfig
+    from fastseqprep.preprocess import preprocess
+    from fastseqprep.source import DataSource
+    df = pl.DataFrame(dict(user=[1]*6 + [2]*4, at=[0, 3, 3, 7, 9, 12, 1, 5, 5, 6], k=[str(i % 3) for i in range(10)], n=range(10), x=[i/4 for i in range(10)]))
+    if 'gaps' in more: df = df.with_columns(at=pl.int_range(pl.len()).over('user'))
+    source = DataSource(df, cats=['k'], conts=['n', 'x'], entity_col='user', time_col='at', name='s')
+    keys = dict(dataset_name='s', split_ratios=[.6, .4], window_length=3, max_target_offset=0, selected_columns=['k', 'n', 'x'], **more)
+    got = {}
+    for name, config in dict(keys=dict(keys, project_root=str(tmp_path/'keys')), made=PreprocessConfig(**keys, project_root=str(tmp_path/'made'))).items():
+        try: preprocess(config, source, progress=False)
+        except ValueError as e: got[name] = str(e)
+        else: got[name] = left(tmp_path/name)
+    assert got['keys'] == got['made']
+    if more: return
+    meta = json.loads((tmp_path/'made'/'configs'/'metadata_configs'/'s.json').read_text())
+    assert set(meta['id_maps']) == {'k'} and set(meta['selected_columns_statistics']) == {'n', 'x'}
+
+
+def test_a_dry_run_has_no_windows_to_show(tmp_path):
+    "Not even those of an earlier run of the same name; the error is that of `Encoder.load`"
+    from fastseqprep.encoder import Encoder
+    from fastseqprep.preprocess import preprocess
+    keys = dict(preprocessing_data_path=str(write(tmp_path, rows(k=[1, 2]*5))), read_format='parquet', split_ratios=[1.], window_length=4, project_root=str(tmp_path/'p'))
+    def fails():
+        dry = preprocess(keys, dry_run=True, progress=False)
+        with pytest.raises(ValueError, match='is not what this run has written: it was a dry run') as a: dry.show_windows()
+        return dry, str(a.value)
+    fails()
+    assert len(preprocess(keys, progress=False).show_windows(n=1))
+    dry, said = fails()
+    with pytest.raises(ValueError) as b: Encoder.load(dry)
+    assert str(b.value) == said
+
+
+@pytest.mark.parametrize('form', [*FORMS, dict(prediction_aligned_splits=[1], prediction_length=2, target_offset=0), dict(curriculum_column='stage', merge_output=False)], ids=lambda f: '-'.join(map(str, f.values())) or 'long')
+@pytest.mark.parametrize('cells', [1, 40, 150])
+def test_blocks_of_any_size_hold_the_same_windows(form, cells, tmp_path, monkeypatch):
+    "A window at a time, some of a long sequence, or several sequences together: every coordinate, bound and value is that of the run in one block"
+    import fastseqprep.preprocess as p
+    from fastseqprep.blockfiles import read_block
+    rng = random.Random(0)
+    lengths = [1, 2, 3, 40, 5, 90, 2]
+    df = pl.concat([rows(n, k=[rng.randrange(9) for _ in range(n)], x=[rng.random() for _ in range(n)], stage=[i % 3]*n).with_columns(sequenceId=pl.lit(i, pl.Int64), itemPosition=pl.col('itemPosition')+i*10-20) for i, n in enumerate(lengths)])
+    whole, calls = p.windows_within, []
+    monkeypatch.setattr(p, 'windows_within', lambda *a: calls.append(a[2]) or whole(*a))
+    out = {}
+    for name, most in dict(whole=p.BLOCK_CELLS, pieces=cells).items():
+        monkeypatch.setattr(p, 'BLOCK_CELLS', most)
+        calls.clear()
+        res = job(tmp_path/name, preprocessing_data_path=str(write(tmp_path/name, df)), read_format='parquet', selected_columns=['k', 'x'], split_ratios=[.6, .4], window_length=5, window_stride=2, max_target_offset=0, **form)
+        assert bool(calls) == (name == 'pieces')
+        out[name] = [read_block(f) for f in res.splits], left(tmp_path/name)
+    for a, b in zip(out['whole'][0], out['pieces'][0]):
+        assert a.n == b.n > 0
+        for (n, v), (_, w) in zip(a._arrays(), b._arrays()): assert np.array_equal(v, w), n
+    assert out['whole'][1] == out['pieces'][1] # nothing in the files tells in which blocks they were made
+
+
+def test_a_shard_that_would_be_too_large_is_cut(tmp_path, monkeypatch):
+    "By its bytes, whatever `batches_per_file` is; the windows stay the same"
+    import fastseqprep.preprocess as p
+    from fastseqprep.blockfiles import read_block, split_files
+    df = pl.concat([rows(n, k=list(range(n)), x=[float(i) for i in range(n)]).with_columns(sequenceId=pl.lit(i, pl.Int64)) for i, n in enumerate([30, 4, 50])])
+    keys = dict(read_format='parquet', split_ratios=[1.], window_length=4, window_stride=1, max_target_offset=0, write_format='pt', merge_output=False)
+    whole = job(tmp_path/'a', preprocessing_data_path=str(write(tmp_path/'a', df)), **keys)
+    assert p.SHARD_BYTES == 256<<20 and len(split_files(whole.splits[0])) == 1
+    monkeypatch.setattr(p, 'SHARD_BYTES', 10*2*4*8 + 7)
+    cut = job(tmp_path/'b', preprocessing_data_path=str(write(tmp_path/'b', df)), **keys)
+    sizes = [read_block(f).n for f in split_files(cut.splits[0])]
+    assert max(sizes) == 10 and sum(sizes) == whole.windows[0] == 75
+    a, b = read_block(whole.splits[0]), read_block(cut.splits[0])
+    for (n, v), (_, w) in zip(a._arrays(), b._arrays()): assert np.array_equal(v, w), n
 
 
 @pytest.mark.parametrize('values', [EXTREME, [1e308]*5 + [-1e308]*5, [5e-324]*9 + [1e-323], [1e16, 1e16+2]*5, [1e-200*i for i in range(10)], [3.7]*10])
@@ -392,6 +542,52 @@ def test_codes_in_a_csv_stay_what_they_are(text, keys, tmp_path):
     assert sorted(k for k in m if k not in oracle.RESERVED) == keys
 
 
+@pytest.mark.parametrize('values,why', [(['99999999999999999999', '1'], 'holds 99999999999999999999, which is no 64-bit integer'), (['-2', '18446744073709551615'], 'holds both -2 and 18446744073709551615, and no one 64-bit type has both')])
+def test_what_is_said_of_integers_that_no_type_holds_can_be_done(values, why, tmp_path):
+    (tmp_path/'t.csv').write_text('sequenceId,itemPosition,k,x\n' + ''.join(f'0,{i},{v},1\n' for i, v in enumerate(values)))
+    keys = dict(split_ratios=[1.], window_length=2)
+    with pytest.raises(ValueError) as e: job(tmp_path, preprocessing_data_path=str(tmp_path/'t.csv'), **keys)
+    assert why in str(e.value) and 'hand the rows over as a Parquet file in which it is text, or leave it out of selected_columns' in str(e.value)
+    job(tmp_path, preprocessing_data_path=str(tmp_path/'t.csv'), **keys, selected_columns=['x'])
+    df = rows(2, k=values)
+    job(tmp_path, preprocessing_data_path=str(write(tmp_path, df, name='u')), read_format='parquet', **keys)
+    assert set(values) <= set(stored(tmp_path).metadata['u']['id_maps']['k'])
+    with pytest.raises(ValueError, match=f'{why}; make it text where the data is made, or leave'):
+        job(tmp_path, preprocessing_data_path=str(write(tmp_path, rows(2, k=pl.Series([int(v) for v in values], dtype=pl.Int128)), name='v')), read_format='parquet', **keys)
+
+
+def test_a_file_of_the_other_format_is_named(tmp_path):
+    "Before anything is read of it, and without its bytes in the message"
+    df = rows(k=[1, 2]*5)
+    parquet = write(tmp_path, df, fmt='parquet')
+    text = write(tmp_path, df, name='u', fmt='csv')
+    keys = dict(split_ratios=[1.], window_length=4)
+    for more in {}, dict(selected_columns=['k']), dict(timestamps=dict(k=['hour'])):
+        with pytest.raises(ValueError, match=r't\.parquet: is a Parquet file, and is to be read as csv: set read_format: parquet') as e: job(tmp_path, preprocessing_data_path=str(parquet), read_format='csv', **keys, **more)
+        assert str(e.value).isprintable()
+    with pytest.raises(ValueError, match="u.csv: cannot be read as parquet: it is text that begins with 'sequenceId,itemPosition,k'; if it is a CSV file, set read_format: csv"): job(tmp_path, preprocessing_data_path=str(text), read_format='parquet', **keys)
+    (tmp_path/'odd.csv').write_bytes(b'\x00\x01\x1b[31m' + b'y'*5000 + b',x\n1,2\n')
+    with pytest.raises(ValueError, match='sequenceId') as e: job(tmp_path, preprocessing_data_path=str(tmp_path/'odd.csv'), selected_columns=['x'], **keys)
+    assert str(e.value).isprintable() and len(str(e.value)) < 1000
+
+
+@pytest.mark.parametrize('fmt', ['parquet', 'csv'])
+def test_empty_files_of_a_folder_are_passed_over(fmt, tmp_path):
+    "Without a byte, or without a row: the same windows, and the same counts"
+    df = rows(k=[1, 2]*5)
+    folder = write(tmp_path, df, fmt=fmt, parts=[4])
+    keys = dict(read_format=fmt, split_ratios=[1.], window_length=4)
+    res = job(tmp_path/'a', preprocessing_data_path=str(folder), **keys)
+    for name in f'0.{fmt}', f'sub/zz.{fmt}': (folder/name).write_bytes(b'')
+    if fmt == 'csv': (folder/'only-names.csv').write_text('sequenceId,itemPosition,k\n')
+    else: df[:0].write_parquet(folder/'only-names.parquet')
+    more = job(tmp_path/'b', preprocessing_data_path=str(folder), **keys)
+    assert left(tmp_path/'a') == left(tmp_path/'b')
+    assert more.ledger.check() and sum(e['read'] for e in more.ledger.to_dict().values()) == 10 == sum(e['kept'] for e in res.ledger.to_dict().values())
+    for f in folder.rglob(f'*.{fmt}'): f.write_bytes(b'')
+    with pytest.raises(ValueError, match='all files are empty'): job(tmp_path/'c', preprocessing_data_path=str(folder), **keys)
+
+
 def test_an_integer_that_no_type_holds_is_kept_or_refused(tmp_path):
     (tmp_path/'t.csv').write_text('sequenceId,itemPosition,k\n0,0,99999999999999999999999\n0,1,1\n')
     try: job(tmp_path, preprocessing_data_path=str(tmp_path/'t.csv'), split_ratios=[1.], window_length=4)
@@ -433,6 +629,15 @@ def test_nanoseconds_beside_real_numbers_are_exact_or_refused():
     def exact(got): assert only(got, 'at')[0].astype(object).tolist() == want
     right_or_refused(exact, rows(at=at, x=[float(i) for i in range(10)]), **keys)
     exact(run(rows(at=at, x=[float(i) for i in range(10)]), **keys, write_format='pt', merge_output=False))
+    with pytest.raises(ValueError, match='use layout wide, pt, arrow or bin, .*or leave at out'): run(rows(at=at, x=[float(i) for i in range(10)]), **keys)
+
+
+def test_midnights_in_nanoseconds_fit_the_long_layout():
+    "A double holds them exactly, so there is nothing to refuse"
+    day = 86_400*10**9
+    want = [1_704_067_200*10**9 + i*day for i in range(10)]
+    keys = dict(split_method='value_cutoff', split_column='at', split_values=['2030-01-01T00:00:00Z'], split_ratios=None, window_length=10)
+    assert only(run(rows(at=pl.Series(want).cast(pl.Datetime('ns')), x=[float(i) for i in range(10)]), **keys), 'at')[0].astype(object).tolist() == want
 
 
 def test_positions_at_the_ends_of_their_range():

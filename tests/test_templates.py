@@ -354,6 +354,26 @@ def test_options(folder):
     off,on = (built(folder, source, TALK[:2], None, 'content', **k) for k in (dict(template_kwargs=dict(enable_thinking=False)), {}))
     assert off['sequence']==on['sequence'] and sum(off['loss_mask'])<sum(on['loss_mask'])
 
+THINKS_FIRST = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+
+@pytest.mark.parametrize('source,keys', [(THINKS_FIRST, {}), (plain_of(STYLES['qwen']), dict(template_kwargs=dict(enable_thinking=False))), (plain_of(STYLES['qwen']), {})])
+@pytest.mark.parametrize('n', [2,4,6])
+def test_a_prompt_that_opens_thoughts(folder, source, keys, n):
+    "Answers without the thoughts that the prompt opens are trained from their own first character, in whatever turn"
+    talk = [o for q,a in (('Hello','wide'), ('What?','The sea is wide.'), ('is','sea')) for o in (user(q), answer(a))][:n]
+    got = built(folder, source, talk, None, 'content', **keys)
+    text = opened(folder, source).bare.decode([t for t,m in zip(got['sequence'], got['loss_mask']) if m], skip_special_tokens=False)
+    found = [re.sub(r'(<|<unk>)think(>|<unk>)\s*(</|<unk>)think(>|<unk>)', '', o).strip() for o in text.split('<|im_end|>')] # the last turn's empty thoughts are the model's own, unless the prompt gives them
+    assert found==[*(m['content'] for m in talk[1::2]), '']
+
+def test_a_message_without_content(folder):
+    "There is nothing but its end to be trained"
+    tok = opened(folder, plain_of(STYLES['chatml']))
+    for empty in '',' \n':
+        got = built(folder, plain_of(STYLES['chatml']), [dict(role='system', content='', train=True), {**user(empty), 'train':True}, answer('wide')], None, 'content')
+        text = tok.bare.decode([t for t,m in zip(got['sequence'], got['loss_mask']) if m], skip_special_tokens=False)
+        assert text.replace(' ','')=='<|im_end|><|im_end|>wide<|im_end|>'
+
 def test_per_message(folder):
     messages = [*TALK[:3], answer('Paris', train=False), user('Hello'), answer('wide')]
     tok = opened(folder, plain_of(STYLES['chatml']))
@@ -380,6 +400,8 @@ def test_tool_template_and_json_tools(folder):
     "{{ 'a' * 10**10 }}", "{{ 9**(9**9) }}", "{{ ('a'*10**7)*100 }}", "{{ [0]*10**9 }}", "{{ 'x'|indent(10**9) }}", "{{ 'x'|center(10**9) }}", "{{ 'x'.zfill(10**10) }}", "{{ '%999999999d'|format(1) }}", "{{ '%*d' % (10**9, 1) }}",
     "{% for a in range(99999) %}{% for b in range(99999) %}{{ a }}{% endfor %}{% endfor %}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "{% set n = namespace(s='aa') %}{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}", "{% set n = namespace(s='aa') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+    "{% set x='a'*40000000 %}{{ ([x]*100)|join }}", "{% set x='a'*40000000 %}{{ ''.join([x]*100) }}", "{% set x='a'*40000000 %}{{ ('%s'*100) % ((x,)*100) }}", "{% set x='a'*40000000 %}{{ [[x]*100]|string }}",
+    "{% set x='a'*40000000 %}{{ [[x]*100]|tojson }}", "{% set x='a'*40000000 %}{{ ([x]*100)|map('upper')|join }}", "{% set x='a'*40000000 %}{{ '{}{}'.format(x, x) }}",
     "{{ lipsum() }}", "{{ [1,2]|random }}", "{{ raise_exception('no') }}", "{{ nothing.at.all }}", "{% generation %}{% for m in messages %}", "{% for m in messages %}{% generation %}{% break %}{% endgeneration %}{% endfor %}"])
 def test_sandbox(source):
     with pytest.raises(TemplateError):

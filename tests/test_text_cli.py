@@ -1,7 +1,7 @@
-"""`fastseqprep text` and `fastseqprep preview`: exit codes as recorded, one line for an error."""
+"""`fastseqprep text`, `preview` and `export`: exit codes as recorded, one line for an error."""
 import json
 from pathlib import Path
-import pytest
+import numpy as np, pytest
 from fastseqprep.cli import main
 
 CASES = Path(__file__).parent/'cases/text'
@@ -103,3 +103,45 @@ def test_preview_looks_without_writing(shards):
     before = sorted((o.relative_to(shards), o.stat().st_mtime_ns) for o in shards.rglob('*'))
     for line in 'preview c.json a.jsonl --tokenizer_path tok','preview packed --bin 0 --tokenizer_path tok': main(line.split())
     assert sorted((o.relative_to(shards), o.stat().st_mtime_ns) for o in shards.rglob('*'))==before
+
+# ---- export
+
+def test_export(shards, capsys):
+    import pyarrow.parquet as pq
+    assert main('export packed rows.parquet'.split())==0 and '2 rows' in capsys.readouterr().out
+    t = pq.read_table(shards/'rows.parquet')
+    assert t.num_rows==2 and {'sequence','domain','bin'}<={*t.column_names}
+    assert main('export packed few.parquet --key sequence --domain __default__'.split())==0
+    assert 'position_ids' not in pq.read_schema(shards/'few.parquet').names
+    assert main('export plain meg --format megatron'.split())==0
+    assert np.fromfile(shards/'meg.bin', np.int32).tolist()==[i for row in t['sequence'].to_pylist() for i in row]
+    assert main('export plain meg --format megatron --overwrite'.split())==0
+
+@pytest.mark.parametrize('line,code,words', [
+    ('export none a.parquet', 2, 'none is no folder'),
+    ('export plain a', 2, '--format'),
+    ('export plain a --format hdf5', 2, "invalid choice: 'hdf5'"),
+    ('export plain a.parquet --key sequense', 1, "did you mean 'sequence'"),
+    ('export plain a.parquet --domain x', 1, "domain"),
+    ('export plain a --format megatron --key sequence --key position_ids', 2, 'one output'),
+    ('export plain c.json --format parquet', 1, 'overwrite')])
+def test_export_errors(shards, capsys, line, code, words):
+    assert main(line.split())==code
+    out,err = capsys.readouterr()
+    assert words in err and len(err.strip().splitlines())==1 and not list(shards.glob('a*.parquet')) and not out
+
+# ---- what the other commands say of token shards
+
+def test_verify_counts_shards_once(shards, capsys):
+    assert main(['verify','plain'])==0
+    out = capsys.readouterr().out
+    n = sum(json.loads((shards/'plain/__default__/shard_0000/meta.json').read_text())['sequence']['shape'])
+    assert f'text, 1 shard, 2 rows, {n} tokens' in out
+
+@pytest.mark.parametrize('line,words', [
+    ('inspect plain', 'see them by fastseqprep preview plain'),
+    ('inspect plain/__default__/shard_0000', 'fastseqprep preview'),
+    ('text b.jsonl -o plain -c c.json --tokenizer_path tok', 'give --overwrite to replace it'),
+    ('text a.jsonl -o b.jsonl -c c.json --tokenizer_path tok', 'b.jsonl is a file, expected a folder')])
+def test_advice_is_for_the_command_line(shards, capsys, line, words):
+    assert main(line.split()) and words in (err := capsys.readouterr().err) and len(err.strip().splitlines())==1 and 'True' not in err and 'Errno' not in err

@@ -366,3 +366,30 @@ def test_pickled(tmp_path, toks):
         back = pickle.loads(pickle.dumps(ds))
         assert len(back)==len(ds) and back.content_key()==ds.content_key()
         for k in ds[1]: assert torch.equal(back[1][k], ds[1][k])
+
+def test_domains_of_raw_records(tmp_path, toks):
+    "They can be chosen and mixed; what only the job can do is refused"
+    from fastseqprep.text_loader import text_dl
+    path = tmp_path/'in.jsonl'
+    path.write_text(''.join(json.dumps(dict(text=f'{i} the sea is wide', site='web' if i%3 else 'wiki'))+'\n' for i in range(30)))
+    cfg = TextConfig.for_shape('pretrain', preprocessing=dict(min_chars=0, max_items=3), output=dict(domain_key='site'))
+    ds = TextDataset.load('seq', path, tokenizer_path=toks/'plain', config=cfg)
+    assert ds.store.domains==['wiki','web'] and np.bincount(ds.domains).tolist()==[10,20]     # max_items has no meaning here
+    TextPipeline({**cfg.resolved(), 'preprocessing':dict(min_chars=0)}, path, tmp_path/'out', toks/'plain', progress=False).run()
+    job = TextDataset.load('seq', tmp_path/'out')
+    for a,b in zip(ds, job): assert torch.equal(a['input_ids'], b['input_ids'])
+    mixed = [x for b in text_dl(path, 'seq', 200, tokenizer_path=toks/'plain', config=cfg, weights=dict(wiki=3, web=1)) for x in b['sample'].tolist()]
+    assert .6<np.mean(np.array(mixed)<10)<.9
+    assert len(TextDataset.load('seq', path, tokenizer_path=toks/'plain', config=cfg, domains='wiki'))==10
+    with pytest.raises(ValueError, match='give lazy=False'): TextDataset.load('seq', path, tokenizer_path=toks/'plain', config=cfg, domains='wiki', lazy=True)
+    with pytest.raises(ValueError, match='no parts'): TextDataset.load('seq', path, tokenizer_path=toks/'plain', config=cfg, part='train')
+
+@pytest.mark.parametrize('lazy', [False,True])
+@pytest.mark.parametrize('key', [dict(dedupe=True), dict(validation=.1)])
+def test_what_raw_records_cannot_follow(tmp_path, toks, key, lazy):
+    path = inputs('68', tmp_path)
+    with pytest.raises(ValueError, match=f'sets {next(iter(key))}, .*run the text job'): TextDataset.load('sft', path, tokenizer_path=toks/'plain', config=TextConfig.for_shape('chat', **key), lazy=lazy)
+
+def test_what_describes_a_dataset_is_no_record(tmp_path):
+    for o in 'state.json','dataset_info.json': (tmp_path/o).write_text('{"_data_files":[]}')
+    with pytest.raises(FileNotFoundError, match='neither token shards'): detect_format(tmp_path)

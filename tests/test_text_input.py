@@ -1,5 +1,5 @@
 """Records from every kind of file, whole or damaged."""
-import gzip, json
+import gzip, shutil, json
 from pathlib import Path
 import pyarrow as pa, pyarrow.parquet as pq, pytest
 from hypothesis import given, settings, strategies as st
@@ -45,6 +45,12 @@ def test_dataset_folder(tmp_path):
     (tmp_path/'dataset_info.json').write_text('{}')
     with pa.OSFile(str(tmp_path/'cache-1.arrow'), 'wb') as f, pa.ipc.new_stream(f, t.schema) as w: w.write_table(t)
     assert records(tmp_path)==DATA
+    both = tmp_path.parent/f'{tmp_path.name}-both'
+    for o in 'test','train': shutil.copytree(tmp_path, both/o)
+    assert records(both)==DATA*2                                # folders of datasets, without their caches
+    (both/'dataset_dict.json').write_text('{"splits":["train","test"]}')
+    with pytest.raises(ValueError, match='train, test.*: give the folder of one'): records(both)
+    assert records(both/'train')==DATA
     (tmp_path/'data-00001-of-00002.arrow').unlink()
     with pytest.raises(FileNotFoundError, match='data-00001'): records(tmp_path)
 
@@ -68,6 +74,8 @@ def test_damage(tmp_path):
     p.write_bytes(b'{"a":"\xff"}\n{"a":1}\n[2]\n"x"\nnope\n'+b'['*100_000+b'\n')
     got = records(p)
     assert [getattr(o, 'reason', o) for o in got]==['bad text', {'a':1}, [2], 'x', 'not JSON', 'not JSON']
+    p.write_bytes(b'{"a":1}\nnull\n\n{"a":2}\n')            # null is a record, though a wrong one
+    assert [(i,o) for _,i,o in read(p)]==[(0,{'a':1}), (1,None), (3,{'a':2})]
     p.write_bytes(b'')
     assert records(p)==[]
     p.write_bytes(json.dumps(dict(text='x'*5_000_000)).encode()+b'\n{"text":"y"}')

@@ -283,6 +283,42 @@ def test_chats_are_split_between_messages(tmp_path, toks):
         assert s.pieces()[:,0].max()==2
         assert len(s)==3*len(tok.encode([''.join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in chat)]).values)
 
+def test_conversations_are_not_wrapped_unasked():
+    chat = TextConfig.for_shape('chat').resolved()
+    for o in 'chat','dpo','grpo':
+        with pytest.raises(ValueError, match='split_turns'): TextConfig.for_shape(o, preprocessing=dict(packing_strategy='wrapped'))
+    TextConfig(**chat | dict(preprocessing=dict(packing_strategy='wrapped'), split_turns=True))
+    TextConfig.for_shape('pretrain', preprocessing=dict(packing_strategy='wrapped'))
+
+@pytest.mark.parametrize('n_workers', [0,1])
+def test_preferences_as_people_write_them(tmp_path, toks, n_workers):
+    "The builder takes a prompt with two answers, and gives what two conversations give"
+    def user(t, role='user', **k): return dict(role=role, content=t, **k)
+    (tmp_path/'short.jsonl').write_text('\n'.join(map(json.dumps, [dict(prompt='Hello', chosen='The sea', rejected='is wide'), dict(prompt=[user('a')], chosen=[user('b', 'assistant')], rejected='c')])))
+    (tmp_path/'long.jsonl').write_text('\n'.join(map(json.dumps, [{k:[user(p), user(a, 'assistant')] for k,a in (('chosen',c),('rejected',r))} for p,c,r in (('Hello','The sea','is wide'),('a','b','c'))])))
+    got = {}
+    for name,builder in ('short','preference'),('long','preference'),('long','sectioned'):
+        TextPipeline(TextConfig.for_shape('dpo', builder=builder), tmp_path/f'{name}.jsonl', tmp_path/f'{name}-{builder}', toks/'hf_style', n_workers=n_workers, progress=False).run()
+        got[name,builder] = tree(tmp_path/f'{name}-{builder}')
+    first = got.pop(('long','sectioned'))
+    assert first['__default__/shard_0000']['chosen_mask'].any()
+    for o in got.values(): same(o, first)
+    (tmp_path/'bad.jsonl').write_text('{"chosen":"a","rejected":"b"}')
+    with pytest.raises(ValueError, match='bad.jsonl:1: there is no prompt'): TextPipeline(TextConfig.for_shape('dpo', builder='preference'), tmp_path/'bad.jsonl', tmp_path/'bad', toks/'hf_style', progress=False).run()
+    assert not (tmp_path/'bad').exists()
+
+def test_order_of_inputs_with_one_name(tmp_path, toks):
+    "Records follow in the order of the inputs, so another order is another run, and the same one is found to be done"
+    for o in 'ab':
+        (tmp_path/o).mkdir()
+        (tmp_path/o/'x.jsonl').write_text(json.dumps(dict(text=f'{o} is the sea '*9)))
+    def go(order, **kw): return TextPipeline(dict(input=dict(sections=[dict(field='text', action='train')])), [tmp_path/o/'x.jsonl' for o in order], tmp_path/'out', toks/'plain', progress=False, **kw).run()
+    go('ab'); first = tree(tmp_path/'out')
+    go('ab')
+    with pytest.raises(StoreError, match='another config'): go('ba')
+    go('ba', overwrite=True)
+    assert not np.array_equal(tree(tmp_path/'out')['__default__/shard_0000']['sequence'], first['__default__/shard_0000']['sequence'])
+
 def test_overlong_is_an_error_with_its_place(tmp_path, toks):
     path = write(tmp_path/'d.jsonl', [dict(text='Hello.'), dict(text='Hello to everyone. '*30)])
     cfg = dict(input=PACKED['input'], preprocessing=dict(min_chars=0, max_packed_len=16), overlong='error')
@@ -319,3 +355,177 @@ def test_all_tokens_are_accounted_for(tmp_path_factory, toks, lengths, most, str
     if strategy!='simple':
         b = s.bin_rows()
         assert all(1<=sum(map(len, rows[lo:hi]))<=most for lo,hi in zip(b[:-1], b[1:]))
+
+# ---- content decides, and every token is counted
+
+def one_text(s, tok, i, key='sequence'): return tok.full.decode(s.record(i)[key].tolist())
+TEXTS = dict(input=PACKED['input'], preprocessing=dict(min_chars=0))
+def beside(**preprocessing): return {**TEXTS, 'preprocessing':dict(min_chars=0, **preprocessing)}
+
+def test_changed_tokenizer_at_one_path(tmp_path, toks):
+    "Shards are of the tokenizer that the manifest names, also when another stood there before in the same process"
+    (tmp_path/'tok').mkdir()
+    state = json.loads((toks/'plain/tokenizer.json').read_text())
+    path,found = write(tmp_path/'d.jsonl', [dict(text='Hello to everyone.')]),[]
+    for n in (None,5):
+        (tmp_path/'tok/tokenizer.json').write_text(json.dumps({**state, 'model':{**state['model'], 'merges':state['model']['merges'][:n]}}))
+        res = TextPipeline(TEXTS, path, tmp_path/f'out{n}', tmp_path/'tok', progress=False).run()
+        tok = TextTokenizer(tmp_path/'tok')
+        found.append(res.store().record(0)['sequence'].tolist())
+        assert found[-1]==tok.encode(['Hello to everyone.'])[0].tolist() and res.manifest.fitted_hash==tok.hash
+    assert found[0]!=found[1]
+
+LISTED = dict(sequence=dict(sections=[dict(field='text', action='train')]), extra=dict(sections=[dict(field='more', action='train')], list_field=True), val=dict(sections=[dict(field='v', action='value')]))
+@pytest.mark.parametrize('strategy,overlong', [('bfd','truncate'),('bfd','split'),('bfd_split','truncate'),('simple','split'),('wrapped','truncate')])
+@pytest.mark.parametrize('scope', ['shard','all'])
+def test_lists_stay_with_their_record(tmp_path, toks, strategy, overlong, scope):
+    r = random.Random(3)
+    docs = [dict(text=' '.join(r.choices(WORDS, k=n)), more=[f'{i} {w}' for w in r.sample(WORDS, 1+i%3)], v=[i]) for i,n in enumerate([2,40,9,1,30,5,5,12])]
+    cfg = dict(input=dict(sources=LISTED), preprocessing=dict(min_chars=0, packing_strategy=strategy, max_packed_len=24), overlong=overlong, pack_scope=scope, output=dict(max_tokens_per_shard=60))
+    s,tok = job(write(tmp_path/'d.jsonl', docs), tmp_path/'out', toks, cfg).store(),TextTokenizer(toks/'plain')
+    seen = set()
+    for i,(n,start) in enumerate(s.pieces().tolist()):
+        rec,doc = s.record(i),docs[n]
+        assert rec['sequence'].tolist()==tok.encode([doc['text']])[0].tolist()[start:start+len(rec['sequence'])]
+        if rec['extra']:
+            assert [tok.full.decode(o.tolist()) for o in rec['extra']]==doc['more'] and rec['val'].tolist()==doc['v'] and all(o.all() for o in rec['extra_mask'])
+            seen.add(n)
+        else: assert not len(rec['val'])
+    assert seen==set(range(len(docs)))
+
+def pairs(**more): return dict(input=dict(sources={k:dict(sections=[dict(field=k, action='train')], mask_key=f'{k}_mask') for k in ('chosen','rejected')}), **more)
+def test_cut_tokens_of_every_output_are_counted(tmp_path, toks):
+    path,tok = write(tmp_path/'d.jsonl', [dict(chosen='the cat sat on a mat', rejected='a'), dict(chosen='a', rejected='ten small birds sang'), dict(chosen='a', rejected='a')]),TextTokenizer(toks/'plain')
+    n = [[len(tok.encode([t]).values) for t in o] for o in (['the cat sat on a mat','a','a'], ['a','ten small birds sang','a'])]
+    assert n[0][0]>5<n[1][1]
+    for where in 'max_packed_len','max_seq_len':
+        res = job(path, tmp_path/where, toks, pairs(preprocessing={"min_chars":0, where:5}))
+        f = res.facts
+        assert list(f['tokens_read'].values())==[sum(o) for o in n]
+        written = {k:sum(s['tokens'][k] for s in res.shards) for k in ("chosen","rejected")}
+        assert written==dict(chosen=7, rejected=7) and f['tokens_encoded']==(f['tokens_read'] if where=='max_packed_len' else written)
+        assert f'{sum(n[0])-7} of {sum(n[0])} tokens of chosen were cut off by {where}' in str(res)
+        res = job(path, tmp_path/f'{where}-drop', toks, pairs(preprocessing={"min_chars":0, where:5}, overlong='drop'))
+        (e,) = res.ledger.to_dict().values()
+        assert e['dropped']=={'too many tokens':2} and len(res.store())==1
+        with pytest.raises(ValueError, match=f'd.jsonl:1: chosen .*{where}=5'): job(path, tmp_path/'error', toks, pairs(preprocessing={"min_chars":0, where:5}, overlong='error'))
+    with pytest.raises(ValueError, match="overlong: is 'split'"): pairs(overlong='split') and TextConfig(**pairs(overlong='split'))
+
+def test_a_long_row_of_a_list_is_too_long(tmp_path, toks):
+    docs = [dict(text='a', more=['a', 'the cat sat on a mat while ten'], v=[1]), dict(text='a', more=['a'], v=[1])]
+    cfg = dict(input=dict(sources=LISTED), preprocessing=dict(min_chars=0, max_packed_len=6, packing_strategy="bfd"), overlong='drop')
+    res = job(write(tmp_path/'d.jsonl', docs), tmp_path/'out', toks, cfg)
+    assert res.store().n_records==1 and [s['records'] for s in res.shards]==[1]
+
+def parts(out, tok):
+    "Texts of the validation part"
+    s = TokenStore(out, 'validation')
+    return {tok.full.decode(r.tolist()).strip() for r in s.rows('sequence', np.arange(s.n_records)).to_rows()}
+
+def test_validation_follows_content_alone(tmp_path, toks):
+    path,tok = write(tmp_path/'d.jsonl', [dict(text=f'document {i}', id=i) for i in range(80)]),TextTokenizer(toks/'plain')
+    for i,(name,more) in enumerate([('plain',{}), ('plain',dict(append_eos=True)), ('adds_bos_eos',{}), ('plain',dict(mask_dtype='float32', dedupe=True)), ('plain',dict(preprocessing=dict(min_chars=0, packing_strategy='bfd')))]):
+        try: TextPipeline({**TEXTS, 'validation':.3, **more}, path, tmp_path/str(i), toks/name, progress=False).run()
+        except ValueError as e:
+            assert 'eos_token' in str(e)    # that tokenizer names none
+            continue
+        found = parts(tmp_path/str(i), tok)
+        if not i: want = found
+        assert found==want and 10<len(found)<40
+    chats = write(tmp_path/'c.jsonl', [dict(messages=[dict(role='user', content=f'question {i}'), dict(role='assistant', content=f'reply {i}')]) for i in range(60)])
+    found = []
+    for i,more in enumerate([{}, dict(train_span='turn'), dict(output=dict(dtype=dict(loss_mask='float32')))]):
+        job(chats, tmp_path/f'c{i}', toks, {**CHAT, 'validation':.2, **more})
+        found.append(parts(tmp_path/f'c{i}', tok))
+    assert found[0]==found[1]==found[2] and found[0]
+
+def test_records_that_begin_alike_are_not_duplicates(tmp_path, toks):
+    docs = [dict(text='the cat sat on a mat'), dict(text='the cat sat on a rain', id=2), dict(id=3, text='the cat sat on a mat')]
+    res = job(write(tmp_path/'d.jsonl', docs), tmp_path/'out', toks, {**beside(max_seq_len=5), 'dedupe':True})
+    (e,) = res.ledger.to_dict().values()
+    assert e['kept']==2 and e['dropped']=={'duplicate':1}
+
+def test_pieces_name_their_record_in_any_shard(tmp_path, toks):
+    "Domains, of which some records are split, and some shards have only whole ones"
+    from fastseqprep.text_export import export_parquet
+    import polars as pl
+    docs = [dict(text=f'{i} '+' '.join(WORDS[:n]), site=d) for i,(n,d) in enumerate(zip([1,9,1,1,7,1,2,12], 'ABABAACA'))]
+    cfg = {**beside(max_seq_len=6), 'overlong':'split', 'output':dict(domain_key='site', max_tokens_per_shard=8)}
+    res,tok = job(write(tmp_path/'d.jsonl', docs), tmp_path/'out', toks, cfg),TextTokenizer(toks/'plain')
+    s = res.store()
+    def right(pieces, rows): return all(tok.encode([docs[n]['text']])[0].tolist()[a:a+len(r)]==list(r) for (n,a),r in zip(pieces, rows))
+    assert len(res.shards)>3 and right(s.pieces().tolist(), s.rows('sequence', np.arange(s.n_records)).to_rows()) and set(s.pieces()[:,0].tolist())==set(range(8))
+    export_parquet(tmp_path/'out', tmp_path/'x.parquet')
+    df = pl.read_parquet(tmp_path/'x.parquet')
+    assert right(df.select('record','first_token').rows(), df['sequence'].to_list())
+
+def test_answers_and_rewards_agree(tmp_path, toks):
+    from fastseqprep.text_data import TextDataset
+    path = write(tmp_path/'d.jsonl', [dict(prompt='a', responses=['cat','mat'], rewards=[1,0]), dict(prompt='a', responses=['cat','mat'], rewards=[1])])
+    cfg = dict(input=dict(sources=dict(prompts=dict(sections=[dict(field='prompt', action='mask')]), responses=dict(sections=[dict(field='responses', action='train')], list_field=True, mask_key='masks'), rewards=dict(sections=[dict(field='rewards', action='value')]))))
+    with pytest.raises(ValueError, match='d.jsonl:2: .*2 responses and 1 reward'): job(path, tmp_path/'out', toks, cfg)
+    res = job(path, tmp_path/'out', toks, {**cfg, 'on_error':'skip'})
+    (e,) = res.ledger.to_dict().values()
+    assert e['dropped']=={'wrong type':1} and len(TextDataset(res.store(), 'grpo'))==1
+
+def test_long_domains_in_two_cases(tmp_path, toks):
+    names = ['A'*150, 'a'*150, 'Ä'*90, 'ä'*90]
+    s = job(write(tmp_path/'d.jsonl', [dict(text=o[:3], site=o) for o in names]), tmp_path/'out', toks, {**TEXTS, 'output':dict(domain_key='site')}).store()
+    assert s.domains==names and len({o.lower() for o in os.listdir(tmp_path/'out')})==5
+
+@pytest.mark.parametrize('scope', ['shard','all'])
+def test_all_too_long(tmp_path, toks, scope):
+    path = write(tmp_path/'d.jsonl', [dict(text='the cat sat on a mat')]*3)
+    with pytest.raises(ValueError, match='no record is left of 3: 3 too many tokens .*d.jsonl:1'): job(path, tmp_path/'out', toks, {**beside(max_packed_len=3), 'overlong':'drop', 'pack_scope':scope})
+    assert not (tmp_path/'out').exists()
+
+@pytest.mark.parametrize('scope', ['shard','all'])
+@pytest.mark.parametrize('overlong', ['drop','split','truncate'])
+def test_records_are_counted_once(tmp_path, toks, scope, overlong):
+    "Whatever was dropped, and in how many shards a record lies"
+    cfg = {**beside(max_packed_len=8, packing_strategy='bfd', max_seq_len=64), 'overlong':overlong, 'pack_scope':scope, 'output':dict(max_tokens_per_shard=10)}
+    res = job(write(tmp_path/'d.jsonl', [dict(text=' '.join(WORDS[:n])) for n in (1,13,2,13,1,5)]), tmp_path/'out', toks, cfg)
+    (e,) = res.ledger.to_dict().values()
+    s = res.store()
+    assert sum(o['records'] for o in res.shards)==e['kept']==len(np.unique(s.pieces()[:,0])) and (e['kept']<6)==(overlong=='drop')
+    assert sum(o.rows for o in res.manifest.outputs if o.name.endswith('/sequence.bin'))==e['kept']
+    assert all(o['rows']>0 for o in res.shards)
+
+def test_most_items_are_filled_up(tmp_path, toks, small_splits):
+    docs = documents(300, 6)
+    s = job(write(tmp_path/'d.jsonl', docs), tmp_path/'out', toks, {**beside(max_items=37, max_packed_len=20), 'overlong':'drop'}).store()
+    tok = TextTokenizer(toks/'plain')
+    assert [one_text(s, tok, i) for i in range(s.n_records)]==[d['text'] for d in docs if len(tok.encode([d['text']]).values)<=20][:37]
+
+BUILDER = '''
+import numpy as np
+from fastseqprep.sections import SingleBuilder, builders
+class Upper(SingleBuilder):
+    def build(self, records): return super().build([{**o, 'text':o['text'].upper()} for o in records])
+'''
+def test_own_builder_in_worker_processes(tmp_path, toks, small_splits, monkeypatch):
+    "Workers import its class, though nothing registers it there"
+    from fastseqprep.sections import Builder, builders
+    (tmp_path/'own_builder.py').write_text(BUILDER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import own_builder
+    path,tok = write(tmp_path/'d.jsonl', documents(60)),TextTokenizer(toks/'plain')
+    monkeypatch.setitem(builders, 'upper', own_builder.Upper)
+    for n in (0,2):
+        s = job(path, tmp_path/f'out{n}', toks, {**TEXTS, 'builder':'upper'}, n_workers=n).store()
+        assert one_text(s, tok, 3)==documents(60)[3]['text'].upper()
+    assert data_files(tmp_path/'out0')==data_files(tmp_path/'out2')
+    class Local(Builder): pass
+    monkeypatch.setitem(builders, 'local', Local)
+    with pytest.raises(ValueError, match="builder 'local' is the class .*Local.*put it at the top level of a module"): TextPipeline({**TEXTS, 'builder':'local'}, path, tmp_path/'x', toks/'plain', n_workers=2)
+
+def test_output_folder_is_a_file(tmp_path, toks):
+    path = write(tmp_path/'d.jsonl', documents(2))
+    with pytest.raises(FileExistsError, match='d.jsonl is a file, expected a folder'): job(path, path, toks, TEXTS)
+
+def test_half_a_character_as_validation_key(tmp_path, toks):
+    path = tmp_path/'d.jsonl'
+    path.write_text('{"text":"aa","k":"\\ud800"}\n{"text":"aab","k":"x"}\n')
+    res = job(path, tmp_path/'out', toks, {**TEXTS, 'validation':.3, 'validation_key':'k', 'on_error':'skip'})
+    (e,) = res.ledger.to_dict().values()
+    assert e['kept']==1 and sum(e['dropped'].values())==1

@@ -64,6 +64,7 @@ def test_chats(tmp_path_factory, tok, strategy, chats, most, turns, scope, shard
     "Split or whole, packed in whatever way: the trained spans of a chat are its answers, each with its end, in order"
     chats = [*chats, [dict(role='assistant', content='The sea')]] # so that something is trained
     split = strategy in ('bfd_split','wrapped')
+    turns = turns or strategy=='wrapped' # which is refused else
     if not turns: most = max(most, 120) # more than any message has, since one that is longer than a bin would be cut
     s = stored(tmp_path_factory, tok, [dict(messages=o) for o in chats], input=dict(sections=[dict(field='messages', action='$role', template=True)]), mask=dict(assistant='train'), untrained='keep', split_turns=turns, pack_scope=scope,
                preprocessing=dict(STRATEGY[strategy], max_packed_len=most if split else 2048), output=dict(max_tokens_per_shard=shard), **(dict(overlong='split') if split else {}))
@@ -99,7 +100,7 @@ def test_cut_chats(tmp_path_factory, tok, strategy, chats, most, side):
 def test_messages_that_are_cut_away(tmp_path_factory, tok, strategy, side):
     "A chat of which max_seq_len leaves only some messages is packed as any other"
     chat = [dict(role='user', content='Hello'), dict(role='assistant', content='The sea is wide. '*9), dict(role='user', content='is'), dict(role='assistant', content='a')]
-    s = stored(tmp_path_factory, tok, [dict(messages=chat)], **{**TextConfig.for_shape('chat').resolved(), 'preprocessing':dict(STRATEGY[strategy], max_seq_len=30, max_packed_len=30, truncation_mode=side)})
+    s = stored(tmp_path_factory, tok, [dict(messages=chat)], **{**TextConfig.for_shape('chat').resolved(), 'preprocessing':dict(STRATEGY[strategy], max_seq_len=30, max_packed_len=30, truncation_mode=side), 'split_turns':strategy=='wrapped'})
     assert len(s)==30 and s.rows('loss_mask', np.arange(s.n_records)).values.any()
 
 @pytest.mark.parametrize('strategy', STRATEGY)

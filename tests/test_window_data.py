@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from fastseqprep.blockfiles import block_writer, read_block
 from fastseqprep.blocks import BlockSchema, WindowBlock
+from fastseqprep.files import StoreError
 from fastseqprep.payload import save_pt_payload
 from fastseqprep.preprocess import preprocess
 from fastseqprep.span_mask import SpanMask
@@ -296,8 +297,9 @@ def test_rows_of_long_files_are_put_in_order(fmt, tmp_path):
     df = pl.read_parquet(path) if fmt == 'parquet' else pl.read_csv(path)
     for mixed in (df.sort('subsequenceId', 'sequenceId', descending=True, maintain_order=True), df.sort('inputCol', 'sequenceId')):
         (mixed.write_parquet if fmt == 'parquet' else mixed.write_csv)(path)
-        s = WindowSamples(StoredWindows(path, mmap=False, metadata=meta), WindowView(3))
-        np.testing.assert_array_equal(s.gather(np.arange(len(s)))['inputs/x'], b.features['x'][:, :3])
+        for mmap in (True, False):
+            s = WindowSamples(StoredWindows(path, mmap=mmap, metadata=meta), WindowView(3))
+            np.testing.assert_array_equal(s.gather(np.arange(len(s)))['inputs/x'], b.features['x'][:, :3])
     mixed = df.sort('sequenceId', descending=True, maintain_order=True)
     (mixed.write_parquet if fmt == 'parquet' else mixed.write_csv)(path)
     s = WindowSamples(StoredWindows(path, metadata=meta), WindowView(3))
@@ -432,21 +434,300 @@ def test_a_split_without_windows(tmp_path):
         assert len(s) == 0 and list(WindowLoader(s, 4).batches(0)) == []
 
 
+@pytest.mark.skipif(not Path('/proc/self/status').exists(), reason='reads /proc')
 def test_mapped_windows_stay_on_disk(tmp_path):
-    "Opening and loading a few samples reads a part of the file only"
-    n, W = 200_000, 32
+    "Opening and loading a few samples reads a part of the file only; in memory, it is all there"
+    import subprocess, sys
+    n, W = 200_000, 128
     z = np.zeros(n, np.int64)
     b = WindowBlock(np.arange(n), z, z, z, z, z+W, dict(x=np.ones((n, W), np.int32)))
     path, meta = stored(tmp_path, b, 'bin', 'wide')
-    import resource, subprocess, sys
     code = f"""
-import resource
+import re, sys
 from fastseqprep.window_data import StoredWindows
 from fastseqprep.window_samples import WindowSamples, WindowView
-s = WindowSamples(StoredWindows({str(path)!r}, metadata={meta!r}), WindowView(31))
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+peak = lambda: int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1]) # ru_maxrss would be that of the process which started this one
+before = peak()
+s = WindowSamples(StoredWindows({str(path)!r}, mmap=sys.argv[1] == 'mapped', metadata={meta!r}), WindowView(127))
 for lo in range(0, 4096, 64): s.gather(range(lo, lo+64))
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss-before)
+print(peak()-before)
 """
-    grown = int(subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout)
-    assert grown < 12_000 # kB; all windows are 25,600
+    mapped, eager = (int(subprocess.run([sys.executable, '-c', code, how], capture_output=True, text=True, check=True).stdout) for how in ('mapped', 'eager'))
+    whole = n*W*4/1024 # kB
+    assert eager > whole > 3*mapped
+
+
+# ---------------------------------------------------------------- what is read is checked
+PAYLOADS = Path(__file__).parent/'cases'/'payload'
+BY_VALUE = {'bad-class-id', 'bad-gap', 'bad-mask-on-padding', 'bad-nan-masked', 'bad-negative-id'} # found by reading all values
+
+
+def lay_payload(root, name, fmt='pt'):
+    "A recorded example as the folder of a split"
+    from test_payload import as_payload, recorded_batch, tensors
+    b, d = recorded_batch(PAYLOADS/f'{name}.json')
+    folder = root/'d-split0'
+    folder.mkdir()
+    if fmt == 'pt': torch.save(tensors(as_payload(b)), folder/'0.pt')
+    else:
+        block = WindowBlock.from_batch(b)
+        layouts = {k: s for k, s in (d['layouts'] or {}).items() if k in block.depth_masks}
+        schema = BlockSchema.of(block, layouts)
+        with block_writer(fmt, 'wide', folder/f'0.{fmt}', schema) as w: w.write(block)
+    (folder/'metadata.json').write_text(json.dumps(dict(split_index=0, stored_window_layout_version=2, max_target_offset=0, depth_layouts=d['layouts'] or {}, n_classes=d['n_classes'] or {}, batch_files=[dict(path=f'0.{fmt}')])))
+    return folder
+
+
+@pytest.mark.parametrize('name', sorted(p.stem for p in PAYLOADS.glob('*.json')))
+def test_recorded_payloads_as_a_split(name, tmp_path):
+    "In memory all are refused that the recorded verdict refuses; left on disk, all but those that only the values tell"
+    folder = lay_payload(tmp_path, name)
+    for mmap in (False, True):
+        if name.startswith('ok') or mmap and name in BY_VALUE: assert len(StoredWindows(folder, mmap=mmap))
+        else:
+            with pytest.raises(ValueError, match='0.pt'): StoredWindows(folder, mmap=mmap)
+
+
+@pytest.mark.parametrize('fmt', ['arrow', 'bin', 'parquet'])
+@pytest.mark.parametrize('name', sorted(BY_VALUE | {'bad-bounds', 'bad-pad-negative', 'ok-two-layouts'}))
+def test_other_formats_are_checked_alike(name, fmt, tmp_path):
+    try: folder = lay_payload(tmp_path, name, fmt)
+    except ValueError: pytest.skip('cannot be written')
+    for mmap in (False, True):
+        if name.startswith('ok') or mmap and name in BY_VALUE and fmt != 'parquet': assert len(StoredWindows(folder, mmap=mmap)) # Parquet is looked at when it is copied
+        else:
+            with pytest.raises(ValueError, match=f'0.{fmt}'): StoredWindows(folder, mmap=mmap)
+
+
+def flip(path, what):
+    raw = bytearray(path.read_bytes())
+    raw[raw.index(what)] ^= 1
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize('fmt,merge', [('pt', False), ('bin', False), ('arrow', True), ('parquet', True), ('csv', True)])
+def test_a_flipped_bit_is_found_in_memory(fmt, merge, tmp_path):
+    "By the check sums of a PT file, by the manifest in other formats: an id that is still one of the vocabulary"
+    rows = pl.DataFrame(dict(sequenceId=[0]*400, itemPosition=range(400), item=[f'{i*i % 97:02d}' for i in range(400)]))
+    r = preprocess(dict(project_root=str(tmp_path), dataset_name='d', split_ratios=[1.], window_length=8, window_stride=4, write_format=fmt, merge_output=merge), rows, progress=False)
+    StoredWindows(r, mmap=False)
+    path = Path(r.splits[0])
+    file = next(path.glob('*.pt')) if fmt == 'pt' else next(path.rglob('*item*')) if fmt == 'bin' else path
+    want = StoredWindows(r).blocks[0].features['item']
+    raw = bytearray(file.read_bytes())
+    raw[len(raw)//2 if fmt in ('parquet', 'csv') else raw.index(want[3].tobytes())] ^= 1
+    file.write_bytes(raw)
+    with pytest.raises(ValueError, match='check sum|manifest'): StoredWindows(r, mmap=False)
+
+
+def test_long_files_are_checked_when_they_are_read(tmp_path):
+    for fmt in ('parquet', 'csv'):
+        for bad in (9, -1):
+            b = blocks_of(4)
+            b.features['x'] = b.features['x'].copy()
+            b.features['x'][-1, -1] = bad
+            (tmp_path/f'{fmt}{bad}').mkdir()
+            path, meta = stored(tmp_path/f'{fmt}{bad}', b, fmt, 'long')
+            for mmap in (True, False):
+                with pytest.raises(ValueError, match=f"d-split0.{fmt}.*'x' has ids"): StoredWindows(path, mmap=mmap, metadata=meta)
+
+
+def test_a_folder_that_lists_nothing_is_called_so(tmp_path):
+    path, meta = stored(tmp_path, blocks_of(4), 'pt', 'wide', 3)
+    (path/'metadata.json').unlink()
+    with pytest.raises(FileNotFoundError, match='folder without metadata.json'): StoredWindows(path, metadata=dict(max_target_offset=1))
+
+
+def test_metadata_without_a_layout_version_is_old(tmp_path):
+    path, _ = stored(tmp_path, blocks_of(4), 'pt', 'wide', 3)
+    meta = json.loads((path/'metadata.json').read_text())
+    del meta['stored_window_layout_version']
+    (path/'metadata.json').write_text(json.dumps(meta))
+    with pytest.raises(ValueError, match='no stored_window_layout_version.*preprocess the data again'): StoredWindows(path)
+    assert len(StoredWindows(path, metadata=meta)) # given by hand: who gives it knows
+
+
+# ---------------------------------------------------------------- caches and pickles
+def test_a_broken_cache_is_made_anew(tmp_path):
+    b = blocks_of(4)
+    path, meta = stored(tmp_path, b, 'parquet', 'long')
+    for harm in (lambda c: next(c.glob('*x.bin')).write_bytes(b'123'), lambda c: (c/'files.json').unlink(), lambda c: (c/'files.json').write_text('[1'), lambda c: next(c.glob('*y.bin')).unlink()):
+        StoredWindows(path, metadata=meta)
+        [cache] = (tmp_path/'.cache').iterdir()
+        harm(cache)
+        np.testing.assert_array_equal(StoredWindows(path, metadata=meta).block(np.arange(b.n)).features['x'], b.features['x'])
+        assert [p.name for p in (tmp_path/'.cache').iterdir()] == [cache.name]
+
+
+def test_projects_share_a_folder_of_caches(tmp_path):
+    paths = []
+    for i in (4, 5):
+        (tmp_path/str(i)).mkdir()
+        path, meta = stored(tmp_path/str(i), blocks_of(i), 'parquet', 'long')
+        paths.append((path, meta, StoredWindows(path, metadata=meta, cache_dir=tmp_path/'caches')))
+    assert len(list((tmp_path/'caches').iterdir())) == 2
+    times = [p.stat().st_mtime_ns for p in sorted((tmp_path/'caches').iterdir())]
+    for path, meta, w in paths: assert len(StoredWindows(path, metadata=meta, cache_dir=tmp_path/'caches')) == len(w)
+    assert times == [p.stat().st_mtime_ns for p in sorted((tmp_path/'caches').iterdir())] # nothing was made again
+
+
+@pytest.mark.parametrize('fmt', ['parquet', 'bin', 'arrow', 'pt'])
+def test_a_pickle_of_other_windows_is_refused(fmt, tmp_path):
+    b = blocks_of(4)
+    path, meta = stored(tmp_path, b, fmt, 'wide')
+    old = pickle.dumps(StoredWindows(path, metadata=meta))
+    assert len(pickle.loads(old)) == b.n
+    with block_writer(fmt, 'wide', path, BlockSchema.of(b)) as w: w.write(b[::-1])
+    with pytest.raises(ValueError, match='has changed since'): pickle.loads(old)
+
+
+# ---------------------------------------------------------------- what is in a batch
+@pytest.mark.parametrize('mmap', [True, False])
+@pytest.mark.parametrize('objective', ['causal', 'bert', 'final_value', 'next_occurrence'])
+def test_inputs_may_be_changed_in_place(objective, mmap, tmp_path):
+    "No two entries of a batch share memory"
+    b = blocks_of(5, 2)
+    b.features = {k: v.astype(np.int64 if v.dtype.kind == 'i' else np.float64) for k, v in b.features.items()}
+    path, meta = stored(tmp_path, b, 'bin', 'wide', depth=2)
+    w = StoredWindows(path, mmap=mmap, metadata=dict(meta, id_maps=dict(x={str(i): i for i in range(3, 9)})))
+    for stride in (None, 1):
+        view = WindowView(3, 0 if objective == 'bert' else 1, stride, objective=objective, trigger=('x', ['4']) if objective == 'next_occurrence' else None)
+        s = WindowSamples(w, view, targets=['x', 'y', 'z'])
+        assert {'targets/z', 'target_depth_valid_mask:sub'} <= set(s.gather([0, 1]))
+        for batch in ([s.gather(np.arange(9))], list(WindowLoader(s, 4, rank=0, world_size=1).batches(0))[:2]):
+            for g in batch:
+                g = {k: np.asarray(v) for k, v in g.items()}
+                for k, j in itertools.combinations(g, 2): assert not np.shares_memory(g[k], g[j]), (k, j)
+                want = {k: v.copy() for k, v in g.items()}
+                for k, v in g.items():
+                    if k.startswith('inputs/'): v[:] = 0
+                for k, v in g.items():
+                    if not k.startswith('inputs/'): np.testing.assert_array_equal(v, want[k], err_msg=k)
+
+
+@pytest.mark.parametrize('objective', ['causal', 'bert', 'final_value', 'next_occurrence'])
+def test_positions_and_children_of_targets(objective):
+    "A feature that is its position, and children that tell whose they are, go the way of the targets"
+    b = blocks_of(6, 3)
+    at = b.start_item_positions[:, None]+np.arange(6)
+    b.features['y'] = at.astype(float)
+    b.features['z'] = np.where(b.depth_masks['sub'], at[:, :, None]+100, 0)
+    w = StoredWindows.of(b, 1, id_maps=dict(x={str(i): i for i in range(3, 9)}))
+    view = WindowView(4, 0 if objective == 'bert' else 1, 1, objective=objective, trigger=('x', ['4', '7']) if objective == 'next_occurrence' else None)
+    s = WindowSamples(w, view, targets=['y', 'z'])
+    g = s.gather([*range(len(s)), -1])
+    m, real = g['loss_mask'], g['sample_valid_mask']
+    at = s.target_positions(g)
+    assert ('target_position' in g)==(objective in ('final_value','next_occurrence')) and not g.get('target_position', m)[-1].any()
+    assert m.any() and not m[-1].any() and not g['target_depth_valid_mask:sub'][-1].any()
+    np.testing.assert_array_equal(at[m], g['targets/y'][m])
+    there = g['target_depth_valid_mask:sub']
+    assert there[real].any()
+    np.testing.assert_array_equal(there[real], g['targets/z'][real] > 0)
+    np.testing.assert_array_equal(g['targets/z'][there], np.broadcast_to(at[:, :, None]+100, there.shape)[there])
+    assert 'target_depth_valid_mask:sub' not in WindowSamples(w, view, targets=['y']).gather([0])
+    for n in (0, 2): # windows or none, the same entries
+        empty = WindowSamples(StoredWindows.of(b[:0], 1, id_maps=w.facts['id_maps']), view, targets=['y', 'z']).gather([-1]*n)
+        assert {k: (v.dtype, v.shape[1:]) for k, v in empty.items()} == {k: (v.dtype, v.shape[1:]) for k, v in g.items()}
+
+
+def test_children_that_are_asked_for_are_counted():
+    b = blocks_of(5, 3)
+    s = WindowSamples(StoredWindows.of(b, 1), WindowView(4), targets=['x', 'z'])
+    g = s.gather(np.arange(len(s)))
+    want = np.zeros(9, int)
+    for i, p, d in np.argwhere(b.depth_masks['sub'][:, 1:]):
+        if g['loss_mask'][i, p]: want[b.features['z'][i, p+1, d]] += 1
+    assert s.counts('z').tolist() == want.tolist() and want[3:].all() and not want[:3].any()
+
+
+def test_a_trigger_is_a_column_of_items_and_values():
+    w = StoredWindows.of(blocks_of(4, 2), 1, id_maps=dict(x={'a': 3}, z={'a': 3}))
+    with pytest.raises(ValueError, match="'z' is of children"): WindowSamples(w, WindowView(3, objective='next_occurrence', trigger=('z', 'a')))
+    for bad in ('item', ('item',), ('item', []), ('item', ()), 3, (3, 'a'), ('a', 'b', 'c')):
+        with pytest.raises(ValueError, match='a column and one or more of its values'): WindowView(3, objective='next_occurrence', trigger=bad)
+
+
+def test_masks_take_little_memory():
+    "A long context has no table of all its masks"
+    import tracemalloc
+    from fastseqprep.window_samples import view_masks
+    C = 20_000
+    tracemalloc.start()
+    a, t = view_masks(np.array([2, C]), np.array([5, 0]), np.array([C, 7]), 0, WindowView(C))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100*C and a.sum(1).tolist() == [C-2, 0] and t[0].sum() == C-5
+
+
+def test_hidden_children():
+    "Slots without a child stay empty, and each child has a random value of its own"
+    b = blocks_of(6, 3)
+    b.features['p'] = np.where(b.depth_masks['sub'], 7., 0.)
+    w = StoredWindows.of(b, 1, n_classes=dict(x=9, z=1000))
+    for masked, random in ((1., 0.), (0., 1.), (.5, .5)):
+        s = WindowSamples(w, WindowView(5, 0, 1, objective='bert'), hide=SpanMask(.9, masked=masked, random=random), targets=['x'])
+        g = s.gather(np.arange(len(s)))
+        m, h = g['depth_valid_mask:sub'], g['bert_mask'][:, :, None]
+        assert not g['inputs/z'][~m].any() and not g['inputs/p'][~m].any()
+        assert (g['inputs/z'][m & h] >= 2).all() and (g['inputs/z'][m & ~h] < 9).all()
+        if masked == 1: assert (g['inputs/z'][m & h] == 2).all() and not g['inputs/p'][m & h].any()
+        if random == 1:
+            both = (m.sum(2) == 3) & g['bert_mask']
+            z, p = g['inputs/z'][both], g['inputs/p'][both]
+            assert len(z) > 20 and np.mean(z[:, 0] == z[:, 1]) < .1 and np.mean(z[:, 1] == z[:, 2]) < .1 and (p[:, 0] != p[:, 1]).all()
+
+
+def test_naming_the_length_of_the_cut_changes_nothing(tmp_path):
+    rows = pl.DataFrame(dict(sequenceId=[0]*60, itemPosition=range(60), item=[*'abcdef'*10]))
+    r = preprocess(dict(project_root=str(tmp_path), dataset_name='d', split_ratios=[.6, .4], window_lengths=[8, 9], max_target_offset=1, prediction_aligned_splits=[1], prediction_length=2, prediction_alignment_steps=2, target_offset=1), rows, progress=False)
+    asked = lambda **k: sorted((s := window_samples(r, split=1, **k)).target_positions(g := s.gather(np.arange(len(s))))[g['loss_mask']].tolist())
+    assert asked() == asked(prediction_length=2) == asked(steps=2) == list(range(36, 60))
+    with pytest.raises(ValueError, match='steps='): window_samples(r, split=1, prediction_length=1)
+    assert len(asked(prediction_length=1, steps=1)) == window_samples(r, split=1, prediction_length=1, steps=1).n
+
+
+def test_a_state_names_what_is_other():
+    "Inputs that were changed are not called other data"
+    w = StoredWindows.of(blocks_of(5), 1)
+    make = lambda **k: WindowLoader(WindowSamples(w, WindowView(3), **k), 8, True, rank=0, world_size=1)
+    state = make().state_dict()
+    with pytest.raises(ValueError, match="inputs='x,y'"): make(inputs='x', targets='x').load_state_dict(state)
+    with pytest.raises(ValueError, match="targets='x,y'"): make(targets='x').load_state_dict(state)
+    other = blocks_of(5)
+    other.features['x'] = other.features['x']+1
+    with pytest.raises(ValueError, match='other data'): WindowLoader(WindowSamples(StoredWindows.of(other, 1), WindowView(3)), 8, True, rank=0, world_size=1).load_state_dict(state)
+
+
+@pytest.mark.parametrize('mmap', [False, True])
+@pytest.mark.parametrize('keys', [dict(write_format='csv', merge_output=True), dict(write_format='parquet', merge_output=True), dict(write_format='bin', merge_output=False), dict(write_format='arrow', merge_output=False)])
+def test_files_of_another_size_are_refused(tmp_path, keys, mmap):
+    "What is longer or shorter than the manifest lists is damaged, also where all values could be right"
+    rows = pl.DataFrame(dict(sequenceId=[0]*40, itemPosition=range(40), item=[*'abcdefgh'*5]))
+    r = preprocess(dict(project_root=str(tmp_path), dataset_name='d', split_ratios=[.5, .5], window_length=4, **keys), rows, progress=False)
+    StoredWindows(r.splits[0], mmap=mmap)
+    for f in sorted(o for o in tmp_path.rglob('*') if o.is_file() and 'split1' in str(o) and o.name not in ('metadata.json', 'manifest.json')):
+        was = f.read_bytes()
+        for data in (was+b'\n', was[:-1]):
+            f.write_bytes(data)
+            with pytest.raises(StoreError, match='not what the manifest lists'): StoredWindows(r.splits[1], mmap=mmap)
+        f.write_bytes(was)
+
+
+def test_caches_are_not_made_of_damaged_files(tmp_path):
+    rows = pl.DataFrame(dict(sequenceId=[0]*40, itemPosition=range(40), item=[*'abcdefgh'*5]))
+    r = preprocess(dict(project_root=str(tmp_path), dataset_name='d', split_ratios=[1.], window_length=4, write_format='csv'), rows, progress=False)
+    f = Path(r.splits[0])
+    text = f.read_text()
+    at = text.rindex(',')+1
+    f.write_text(text[:at]+str(3 if text[at] != '3' else 4)+text[at+1:])
+    with pytest.raises(StoreError, match='not what the manifest lists'): StoredWindows(f)
+    assert not (f.parent/'.cache').exists() or not any((f.parent/'.cache').iterdir())
+
+
+def test_no_sample_again_and_again(tmp_path):
+    w = StoredWindows.of(blocks_of(6, 3), 1)
+    s = WindowSamples(w, WindowView(4))
+    for _ in range(3):
+        assert len(s.gather([0])['sample']) == 1
+        assert len(s.gather([])['sample']) == 0

@@ -1,5 +1,5 @@
 """fastai over stored windows: pairs, loss and metric at what counts, showing, training, predictions by entity and position."""
-import json
+import json, warnings
 
 import numpy as np, polars as pl, pytest, torch, torch.nn.functional as F
 from fastai.learner import Learner
@@ -187,3 +187,158 @@ def test_what_cannot_be_is_refused(run, tmp_path):
         h.accumulate(now)
     with pytest.raises(ValueError, match='dict of predictions'): WindowLoss()(torch.zeros(8, 7, 9), dls.one_batch()[1])
     assert isinstance(window_dls([run.splits[0], run.splits[1]], batch_size=8, device='cpu').one_batch()[0], dict)
+
+
+# ---------------------------------------------------------------- numbers that were not standardised
+@pytest.mark.parametrize('normalize', [True, False])
+def test_numbers_are_shown_as_they_were(normalize, tmp_path):
+    "With and without an encoder; without standardising there is nothing to undo"
+    run = cut(tmp_path, normalize_real_columns=normalize)
+    dls = window_dls(run, batch_size=16, device='cpu')
+    truth = walks().filter(pl.col('itemPosition') >= 21).sort('sequenceId', 'itemPosition')
+    for tok in (dls.tok, None):
+        dls.valid.tok = tok
+        frame = predictions_frame(dls.valid, Table(n_places(run)))
+        assert np.allclose(frame['paid'], truth['paid'], atol=1e-4) and frame['place'].to_list() == truth['place'].to_list()
+        assert frame['sequenceId'].to_list() == truth['sequenceId'].to_list()
+        x, y = split_targets(dls.valid.loader.batch(np.array([0])))
+        [(_, lines)] = dls.valid.show_batch((x, y), show=False).tables
+        seq, at = walks().filter(pl.col('sequenceId') == 'person-00')['paid'].to_list(), [int(p) for p in dict(lines)['position'] if p]
+        assert [float(v) for v in dict(lines)['paid'] if v] == pytest.approx([seq[p] for p in at], rel=1e-3)
+
+
+# ---------------------------------------------------------------- splits by their paths
+@pytest.mark.parametrize('keys', [dict(write_format='pt', merge_output=False), dict(), dict(write_format='bin', merge_output=False)])
+def test_splits_by_path_know_their_run(keys, tmp_path):
+    run = cut(tmp_path, **keys)
+    want = window_dls(run, batch_size=4, device='cpu')
+    for what in ([run.splits[0], run.splits[1]], [str(run.splits[0]), str(run.splits[1])], [StoredWindows(s) for s in run.splits]):
+        with warnings.catch_warnings():
+            warnings.simplefilter('error')
+            dls = window_dls(what, batch_size=4, device='cpu')
+        assert dls.tok is not None and repr(dls.valid.show_batch(show=False)) == repr(want.valid.show_batch(show=False))
+    for tok in (dls.tok, None): # no encoder: from the run's file of ids
+        dls.valid.tok = tok
+        assert 'sequence person-00' in repr(dls.valid.show_batch(show=False))
+        assert set(predictions_frame(dls.valid, Table(n_places(run)))['sequenceId']) == {f'person-{i:02d}' for i in range(12)}
+
+
+def test_a_run_without_an_encoder_says_so(tmp_path):
+    run = cut(tmp_path, write_format='pt', merge_output=False)
+    for f in (tmp_path/'data').rglob('*manifest.json'): f.unlink()
+    path = tmp_path/'configs'/'metadata_configs'/'walks.json'
+    meta = json.loads(path.read_text())
+    meta['column_data_types']['paid'] = 'Decimal(3)'
+    path.write_text(json.dumps(meta))
+    with pytest.warns(UserWarning, match='labels of the metadata.*Decimal'): dls = window_dls(run.splits, batch_size=4, device='cpu')
+    assert dls.tok is None and 'sequence person-00' in repr(dls.valid.show_batch(show=False))
+    path.unlink()
+    assert window_dls(run.splits, batch_size=4, device='cpu').tok is None
+
+
+# ---------------------------------------------------------------- where an answer belongs
+@pytest.mark.parametrize('keys', [{}, dict(objective='final_value'), dict(objective='next_occurrence', trigger=('item', ['b', 'e'])), dict(target_offset=2), dict(objective='bert')], ids=lambda k: k.get('objective', 'causal'))
+def test_answers_stand_at_the_position_of_their_target(keys, tmp_path):
+    "Items that tell their position"
+    n, W = 40, 6
+    rows = pl.DataFrame(dict(sequenceId=['s']*n, itemPosition=np.arange(n), item=['abcdefg'[p % 7] for p in range(n)]))
+    run = preprocess(dict(project_root=str(tmp_path), dataset_name='d', split_ratios=[.6, .4], window_length=W, window_stride=1, max_target_offset=2), rows, progress=False)
+    dls = window_dls(run, targets='item', batch_size=8, device='cpu', context_length=4, **keys)
+    model = torch.nn.Embedding(10, 10)
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.e = model
+        def forward(self, x): return self.e(x['inputs/item'])
+    frame = predictions_frame(dls.valid, Model())
+    assert len(frame) and frame['item'].to_list() == ['abcdefg'[p % 7] for p in frame['itemPosition']]
+    ahead = frame['itemPosition']-frame['inputPosition']
+    if keys.get('objective') == 'final_value': assert ahead.min() == 1 and ahead.max() == 4
+    elif keys.get('objective') == 'next_occurrence': assert set(frame['item']) == {'b', 'e'} and ahead.min() == 1
+    else: assert set(ahead) == {0 if 'objective' in keys else keys.get('target_offset', 1)}
+
+
+# ---------------------------------------------------------------- items with children
+def baskets(n=8, length=20, seed=0):
+    "Children of items: 1 to 3 articles, whose prices say which they are"
+    rng = np.random.default_rng(seed)
+    out = []
+    for i in range(n):
+        for p in range(length):
+            for c in range(rng.integers(1, 4)): out.append((f'u{i}', p, c, 'xy'[p % 2], f'art{rng.integers(0, 9)}', float(rng.integers(1, 99))))
+    return pl.DataFrame(out, schema=['sequenceId', 'itemPosition', 'line', 'shop', 'art', 'price'], orient='row')
+
+
+@pytest.fixture(scope='module')
+def nested(tmp_path_factory):
+    return preprocess(dict(project_root=str(tmp_path_factory.mktemp('nested')), dataset_name='b', split_ratios=[.7, .3], window_length=6, window_stride=3, write_format='pt', merge_output=False,
+                           selected_columns=['shop', 'art', 'price'], depth_layouts=dict(basket=dict(position_column='line', columns=['art', 'price'], context_length=3))), baskets(), progress=False)
+
+
+def test_only_children_that_are_there_are_shown(nested):
+    dls = window_dls(nested, targets=['shop', 'art', 'price'], batch_size=8, device='cpu')
+    df = baskets().group_by('sequenceId', 'itemPosition', maintain_order=True).agg('art', 'price')
+    want = {(s, p): (' '.join(a), ' '.join(f'{v:.4g}' for v in x)) for s, p, a, x in df.iter_rows()}
+    for tok in (dls.tok, None):
+        dls.valid.tok = tok
+        x, y = dls.valid.one_batch()
+        out = dict(shop=torch.zeros(8, 5, 5), art=torch.zeros(8, 5, 3, 12), price=torch.zeros(8, 5, 3, 1))
+        for head, lines in dls.valid.show_results((x, y), out, max_n=8, show=False).tables:
+            lines, seq = dict(lines), head.rsplit(' ', 1)[1]
+            for p, art, price, target, guess in zip(lines['position'], lines['art'], lines['price'], lines['→ art'], lines['guess art']):
+                if p: assert (art, price) == want[seq, int(p)]
+                if target: assert target == want[seq, int(p)+1][0] and len(guess.split()) == len(target.split())
+            assert any(lines['→ art'])
+
+
+def test_loss_and_counts_of_children(nested):
+    "Against plain loops; children that are not there may be anything"
+    dls = window_dls(nested, targets=['shop', 'art', 'price'], batch_size=8, device='cpu')
+    assert dls.valid.samples.layouts == dls.train_ds.loss_func.layouts == dict(art='basket', price='basket')
+    x, y = dls.valid.one_batch()
+    torch.manual_seed(0)
+    there = y['target_depth_valid_mask:basket']
+    assert there.any() and not there[y['loss_mask']].all()
+    pred = dict(shop=torch.randn(8, 5, 5), art=torch.randn(8, 5, 3, 12), price=torch.randn(8, 5, 3))
+    ce, se = [], []
+    for i, p, d in np.argwhere((y['loss_mask'][:, :, None] & there).numpy()):
+        ce.append(F.cross_entropy(pred['art'][i, p, d], y['targets/art'][i, p, d]).item())
+        se.append((pred['price'][i, p, d]-y['targets/price'][i, p, d]).item()**2)
+    wild = {**pred, 'art': torch.where(there[..., None], pred['art'], 1e9), 'price': torch.where(there, pred['price'], torch.nan)}
+    for loss in (WindowLoss(), dls.train_ds.loss_func):
+        parts = loss.parts(wild, y)
+        assert parts['art'].item() == pytest.approx(np.mean(ce), rel=1e-4) and parts['price'].item() == pytest.approx(np.mean(se), rel=1e-4)
+    hit = HitRate(12, 'art')
+    hit.reset()
+    class Now: pass
+    now = Now()
+    now.pred, now.yb = pred, (y,)
+    hit.accumulate(now)
+    assert hit.value == 1 and hit.asked == len(ce)
+    train, valid = dls.train.samples, dls.valid.samples
+    rows = baskets().filter(pl.col('itemPosition') >= 14)
+    assert valid.counts('art').sum() == sum(int((b['loss_mask'][:, :, None] & b['target_depth_valid_mask:basket']).sum()) for b in valid.batches_of()) and valid.counts('art').sum() <= len(rows)
+    assert 0 < popularity_hit_rate(train, valid, 'art', 1) < popularity_hit_rate(train, valid, 'art', 9) == 1
+    with pytest.raises(ValueError, match="'art' is of children"): predictions_frame(dls.valid, lambda x: pred)
+
+
+def test_texts_are_shown_as_texts(tmp_path):
+    words = ['red shoes', 'a blue hat', 'green']
+    rows = pl.DataFrame(dict(sequenceId=np.repeat([f'u{i}' for i in range(6)], 20), itemPosition=np.tile(np.arange(20), 6), kind=[*'ab']*60, title=[words[i % 3] for i in range(120)]))
+    run = preprocess(dict(project_root=str(tmp_path), dataset_name='t', split_ratios=[.7, .3], window_length=6, window_stride=3, write_format='pt', merge_output=False, text_columns=dict(title=dict(max_tokens=8))), rows, progress=False)
+    dls = window_dls(run.splits, targets='kind', batch_size=4, device='cpu')
+    [(head, lines)] = dls.valid.show_batch(max_n=1, show=False).tables
+    lines = dict(lines)
+    by_place = {(s, p): t for s, p, t in rows.select('sequenceId', 'itemPosition', 'title').iter_rows()}
+    assert [t for t in lines['title'] if t] == [by_place[head.rsplit(' ', 1)[1], int(p)] for p in lines['position'] if p]
+
+
+def test_popularity_guesses_values_only():
+    "Ids that stand for no value are no guesses, though they may be asked for most"
+    from fastseqprep.blocks import WindowBlock
+    from fastseqprep.window_samples import WindowSamples, WindowView
+    z = np.zeros(4, np.int64)
+    b = WindowBlock(np.arange(4), z, z, z, z, z+6, dict(x=np.array([[0, 0, 0, 0, 3, 4]]*4)))
+    for ids, want in ((dict(x={'a': 3, 'b': 4}), 1/5), ({}, 3/5)):
+        s = WindowSamples(StoredWindows.of(b, 1, id_maps=ids), WindowView(5))
+        assert popularity_hit_rate(s, s, 'x', 1) == pytest.approx(want)
