@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 
 root = Path(__file__).parent.resolve()
+if 'PYTEST_XDIST_WORKER' in os.environ: # workers share the cores; more threads than cores would wait for each other, busily
+    for o in 'OMP_NUM_THREADS','MKL_NUM_THREADS': os.environ.setdefault(o, '1')
 run_timeout = 900 # seconds for a whole notebook
 
 def is_notebook(path):

@@ -2293,6 +2293,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'fastseqprep.templates._fixed_prompt': ('templates.html#_fixed_prompt', 'fastseqprep/templates.py'),
                                        'fastseqprep.templates._guarded': ('templates.html#_guarded', 'fastseqprep/templates.py'),
                                        'fastseqprep.templates._joined': ('templates.html#_joined', 'fastseqprep/templates.py'),
+                                       'fastseqprep.templates._listed': ('templates.html#_listed', 'fastseqprep/templates.py'),
                                        'fastseqprep.templates._mark': ('templates.html#_mark', 'fastseqprep/templates.py'),
                                        'fastseqprep.templates._places': ('templates.html#_places', 'fastseqprep/templates.py'),
                                        'fastseqprep.templates._plain': ('templates.html#_plain', 'fastseqprep/templates.py'),

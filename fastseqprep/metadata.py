@@ -15,7 +15,6 @@ from importlib.metadata import version
 from . import __version__
 from .files import StoreError, atomic_write, exists, safe_join
 from .payload import layout_registry
-from .store import manifest_name, path_hash, read_manifest
 
 # %% ../nbs/10g_metadata.ipynb #06ea6ffb
 special_token_ids = {'[unknown]': 0, '[other]': 1, '[mask]': 2}
@@ -115,6 +114,7 @@ def manifest_lists(
     path, # of a metadata file
 )->bool:
     "Whether a manifest has this metadata among its files"
+    from fastseqprep.store import path_hash
     name = str(path).replace(os.sep, '/').rsplit('/', 1)[-1]
     return any(o.name==f'configs/metadata_configs/{name}' and o.sha256==path_hash(path) for o in manifest.outputs)
 
@@ -123,6 +123,7 @@ def find_manifest(
     meta:dict, # what stands there
 ): # `Manifest`, and folder of the project; none if there is none
     "The manifest that lists a metadata file"
+    from fastseqprep.store import manifest_name, read_manifest # which loads polars
     name = re.sub(r'\.json$', '', str(path).replace(os.sep, '/').rsplit('/', 1)[-1])
     for root,inside in _project_of(path, meta):
         if not exists(safe_join(root, manifest_name(f'data/{name}'))): continue

@@ -152,13 +152,22 @@ class _Marks(NodeTransformer):
         node = self.generic_visit(node)
         return nodes.Filter(nodes.List(node.nodes), ' joined', [], [], None, None)
 
+def _listed(items):
+    "A list of what an iterator gives, unless that is too much together"
+    res,n = [],0
+    for o in items:
+        n += 1+_size(o)
+        if n>LIMITS['chars']: _too_big()
+        res.append(o)
+    return res
+
 def _guarded(name, f):
     "A filter whose arguments are looked at"
     @functools.wraps(f)
     def _filter(*args, **kwargs):
         n = int(hasattr(f, 'jinja_pass_arg'))
         value,rest = args[n],args[n+1:]
-        if hasattr(value, '__next__'): value = list(value)
+        if hasattr(value, '__next__'): value = _listed(value)
         _check_args(name, value, (*rest, *kwargs.values()))
         return f(*args[:n], value, *rest, **kwargs)
     return _filter

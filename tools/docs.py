@@ -137,6 +137,7 @@ def render_site(proc, tree, dest):
     shutil.copytree(proc, dest, ignore=shutil.ignore_patterns('*.ipynb', '*.yml', '*.qmd', '_*', '.*', 'llms.txt')) # images
     urls,pages = page_urls(tree), {o: Page(proc, o) for o in flat(tree)}
     exporter = hide_inputs(HTMLExporter(template_name='basic', exclude_input_prompt=True, exclude_output_prompt=True, exclude_anchor_links=True))
+    exporter.register_filter('clean_html', lambda html: html) # the outputs are our own, and cleaning them takes longer than all else
     style = HtmlFormatter(style='default', linenos='inline', lineanchors='L', anchorlinenos=True, wrapcode=True)
     (dest/'style.css').write_text((here/'docs.css').read_text()+style.get_style_defs('.highlight'))
 
