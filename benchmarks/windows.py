@@ -40,7 +40,7 @@ BESIDE = {'fastseqprep, one Parquet file, eager': 'sequifier, one Parquet file, 
 
 DEPTH = dict(project_root='.', preprocessing_data_path='input/log.parquet', read_format='parquet', write_format='pt', merge_output=False, n_cores=2, split_ratios=[.8, .2], window_length=17,
              window_stride=16, max_target_offset=1, depth_layouts=dict(parts=dict(position_column='part', columns=['tag', 'amount'], context_length=8)))
-GROWING = {'in memory': {}, 'memory_limit 64 MB': dict(memory_limit='64MB')} # ways in which ours runs alone
+GROWING = {'default limit': {}, 'memory_limit 64 MB': dict(memory_limit='64MB')} # ways in which ours runs alone
 
 
 def args():
