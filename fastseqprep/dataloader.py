@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map
 from .batch import Batch, pack_batch, to_tensors
 from .dataset import rec_ntoks, user_rec
-from .handover import Board, Parcel, ring_for
+from .handover import Board, Parcel, keep_freed, ring_for
 from .loader import RecordLoader, _state_format, _whole, bunches, check_tokenizer, chosen_records, one_by_one, own_rank
 from .masking import mask_batch
 from .plan import PLAN_VERSION, Plan, batch_starts, permutation
@@ -69,8 +69,9 @@ def start(self:PRAGMADataLoader):
     todo,own = self.steps(epoch, first), self._own
     self._fresh,self._own = False,False
     if self._bunch: # for an EpochDataLoader
-        mine = bunches(todo, self._bunch)[info.id::info.num_workers]
-        return (self._ring.send(info.id, lambda empty: self._steps(some, epoch, empty)) for some in mine)
+        keep_freed()
+        mine = bunches(todo, self._bunch, info.num_workers)[info.id::info.num_workers]
+        return (self._ring.send(info.id, lambda empty: self._joined_steps(some, epoch, empty)) for some in mine)
     if info.id==0: self._note_unasked(epoch)
     todo = todo[0 if own else info.id::info.num_workers]     # its own place is that of a worker already
     return self._run(epoch, todo, map(Parcel, self._batches(epoch, todo)))

@@ -17,7 +17,8 @@ from .batch import Batch, to_tensors
 from .compiled import compile_records
 from .masking import Masker
 from .plan import PLAN_VERSION, OversizeError, Plan, usual_lookahead
-from .records import Bunch
+from .ragged import Joined
+from .records import Bunch, cut_fields
 
 # %% ../nbs/30c_loader.ipynb #4382ffd5
 class RecordLoader:
@@ -199,16 +200,19 @@ def __repr__(self:RecordLoader): return f"{type(self).__name__}: epoch {self.epo
 # %% ../nbs/30c_loader.ipynb #7d58fc25
 def bunch_size(
     tokens:int, # that a batch has
+    most:int=100_000, # tokens of them all
 )->int: # batches
     "How many batches to make at once"
-    return max(1, min(32, 100_000//max(int(tokens), 1)))
+    return max(1, min(32, most//max(int(tokens), 1)))
 
 def bunches(
     todo:range, # the first batch of each step
-    size:int,   # steps in a bunch
-)->list: # of ranges
+    size:int,   # steps in a bunch, at most
+    n_workers:int=1, # that make bunches by turns
+)->list: # of ranges, of about the same length; as many for each worker, if there are steps enough
     "Steps in bunches"
-    return [todo[i:i+size] for i in range(0, len(todo), size)]
+    n = min(len(todo), -(-len(todo)//(size*n_workers))*n_workers)
+    return [todo[len(todo)*i//n:len(todo)*(i+1)//n] for i in range(n)]
 
 # %% ../nbs/30c_loader.ipynb #86040c09
 def _no_records(rows=0):
@@ -223,20 +227,27 @@ def make(self:RecordLoader,
     groups,      # record numbers of each batch
     epoch:int=0, # decides the masks
     rows:int=0,  # rows of a batch if there is no record in it
-    empty=np.empty, # makes most of the arrays, in some other place if need be
 )->list: # batches of numpy arrays
     "The batches of some groups of records, made at once"
-    some,made = [g for g in groups if len(g)], iter([])
-    if some:
-        bunch = Bunch(self.recs, some, empty)
-        if self.masker:
-            hashes = self.recs.record_hash[bunch.idx]
-            bunch.by_token.update(self.masker.hide(bunch.by_token['event_tokens'], bunch.offsets, bunch.n_events, hashes, epoch, bunch.narrow, empty))
-        made = iter(bunch.cut())
+    some = [g for g in groups if len(g)]
+    made = iter(cut_fields(self.join(some, epoch)) if some else [])
     def none():
         b = _no_records(rows)
         return self.masker(b, np.zeros(rows, np.uint64), epoch) if self.masker else b
     return [Batch(next(made) if len(g) else none()) for g in groups]
+
+@patch
+def join(self:RecordLoader,
+    groups,      # record numbers of each batch, which is not empty
+    epoch:int=0, # decides the masks
+    empty=np.empty, # makes most of the arrays, in some other place if need be
+)->dict: # field → `Joined`, or a list of a value for each batch
+    "The batches of some groups of records, not yet cut apart"
+    bunch = Bunch(self.recs, groups, empty)
+    if self.masker:
+        hashes = self.recs.record_hash[bunch.idx]
+        bunch.by_token.update(self.masker.hide(bunch.by_token['event_tokens'], bunch.offsets, bunch.n_events, hashes, epoch, bunch.narrow, empty))
+    return bunch.fields()
 
 @patch
 def batch(self:RecordLoader,
@@ -258,13 +269,23 @@ def _groups(self:RecordLoader, todo, epoch):
     return [self._numbers(plan.share(k, self.rank, self.world_size, self.per_rank)) for k in todo]
 
 @patch
-def _steps(self:RecordLoader, todo, epoch, empty=np.empty):
+def _steps(self:RecordLoader, todo, epoch):
     "This rank's batches of a few steps, as numpy arrays"
     groups = self._groups(todo, epoch)
-    bunch = self.make(groups, epoch, rows=1, empty=empty)
+    bunch = self.make(groups, epoch, rows=1)
     if self.world_size>1:
         for b,g in zip(bunch, groups): b['real'] = np.full(len(b['uids']), len(g)>0)
     return bunch
+
+@patch
+def _joined_steps(self:RecordLoader, todo, epoch, empty):
+    "The same, not yet cut apart, unless a batch has no records"
+    if type(self)._steps is not RecordLoader._steps: return self._steps(todo, epoch)
+    groups = self._groups(todo, epoch)
+    if not all(len(g) for g in groups): return self._steps(todo, epoch)
+    fields = self.join(groups, epoch, empty)
+    if self.world_size>1: fields['real'] = Joined(np.ones(sum(map(len, groups)), bool), [len(g) for g in groups])
+    return fields
 
 @patch
 def _usual_tokens(self:RecordLoader, epoch):

@@ -6,7 +6,7 @@
 __all__ = ['event_dtype', 'token_cols', 'shard_cols', 'id_codes', 'record_starts', 'check_rows', 'Limits', 'rows_by_record',
            'profile_rows', 'lifelong_rows', 'Events', 'event_runs', 'narrowest', 'token_matrix', 'compile_rows',
            'column_array', 'lifelong_mask', 'id_arrays', 'ids_from_arrays', 'check_columns', 'compile_table',
-           'RecordArrays', 'Bunch', 'padded_rows', 'padded_batches']
+           'RecordArrays', 'Bunch', 'padded_batches', 'cut_fields']
 
 # %% ../nbs/09b_records.ipynb #93d6f1d4
 from copy import copy
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np, pyarrow as pa, pyarrow.compute as pc
 from fastcore.basics import patch
 
-from .ragged import Ragged, lengths_to_offsets, range_index, take_ranges
+from .ragged import Joined, Ragged, lengths_to_offsets, range_index, restart_offsets, take_ranges
 
 # %% ../nbs/09b_records.ipynb #720f2ae4
 def id_codes(
@@ -383,7 +383,7 @@ class Bunch:
         groups = [np.asarray(g, np.int64) for g in groups]
         sizes = np.array([len(g) for g in groups])
         if not sizes.all(): raise ValueError("a batch needs at least one record")
-        self.recs,self.idx,self.first = recs,np.concatenate(groups),lengths_to_offsets(sizes) # `first`: record that each batch begins with
+        self.recs,self.empty,self.idx,self.first = recs,empty,np.concatenate(groups),lengths_to_offsets(sizes) # `first`: record that each batch begins with
         events,tokens = recs.event_rows(self.idx)
         ev = events.values.view(event_dtype)[:,0]
         self.narrow,self.n_events = tokens.values,events.lengths      # tokens as stored; events of each record
@@ -400,54 +400,54 @@ class Bunch:
     def __len__(self): return len(self.first)-1
 
 # %% ../nbs/09b_records.ipynb #288ea016
-def padded_rows(
-    starts:np.ndarray, # (n,) where each row starts
-    lengths:np.ndarray, # (n,) its length
-    width:int, # of the rectangle, that of the longest row
-    parts, # pairs of an array that the rows lie in and a dtype for the result
-)->list: # mask (n, width), True where real; each part's values (n, width, ...)
-    "Some rows as a rectangle"
-    at = starts[:,None] + np.arange(width)
-    full = len(lengths)==0 or lengths.min()==width
-    mask = np.ones(at.shape, bool) if full else np.arange(width) < lengths[:,None]
-    if not full: at *= mask
-    padded = [values.take(at, axis=0).astype(dtype) for values,dtype in parts]
-    if not full:
-        for a in padded: a[~mask] = 0
-    return [mask, *padded]
-
 def padded_batches(
     offsets:np.ndarray, # (R+1,) where rows start
-    parts, # as in `padded_rows`
+    parts, # pairs of an array that the rows lie in and a dtype for the result
     bunch:Bunch,
-)->list: # of each batch, what `padded_rows` gives
+)->list: # of `Joined`: mask (n, width), True where real; each part's values (n, width, ...)
     "The rows of each batch as a rectangle, as wide as its longest"
     starts = offsets[:-1].take(bunch.idx)
-    lengths,ends = offsets[1:].take(bunch.idx)-starts, bunch.first.tolist()
-    widths = np.maximum.reduceat(lengths, bunch.first[:-1])
-    if (widths==widths[0]).all(): # one rectangle, cut into batches
-        whole = padded_rows(starts, lengths, widths[0], parts)
-        return [[a[i:j] for a in whole] for i,j in zip(ends, ends[1:])]
-    return [padded_rows(starts[i:j], lengths[i:j], w, parts) for i,j,w in zip(ends, ends[1:], widths.tolist())]
+    lengths = offsets[1:].take(bunch.idx)-starts
+    widths,rows = np.maximum.reduceat(lengths, bunch.first[:-1]), np.diff(bunch.first)
+    ends = lengths_to_offsets(widths.repeat(rows))
+    source,full = range_index(starts, lengths), ends[-1]==lengths.sum()
+    mask = np.ones(ends[-1], bool) if full else np.zeros(ends[-1], bool)
+    if not full:
+        places = range_index(ends[:-1], lengths)
+        mask[places] = True
+    def padded(values, dtype):
+        if full: return values.take(source, axis=0).astype(dtype)
+        res = np.zeros((len(mask), *values.shape[1:]), dtype)
+        res[places] = values.take(source, axis=0)
+        return res
+    return [Joined.rectangles(a, rows.tolist(), widths.tolist()) for a in (mask, *(padded(*o) for o in parts))]
 
 # %% ../nbs/09b_records.ipynb #bda70c27
 @patch
-def cut(self:Bunch)->list: # dicts of numpy arrays, and `uids` as a list
-    "The batches; their arrays are contiguous, and no two share an element"
-    r = self.recs
+def fields(self:Bunch)->dict: # field → `Joined`; `uids` → a list for each batch
+    "The batches, joined"
+    r,rows,first = self.recs,np.diff(self.first).tolist(),self.first.tolist()
     profile = padded_batches(r.profile.offsets, [(r.profile.values,np.int64)], self)
     lifelong = padded_batches(r.lifelong.offsets, [(r.lifelong.values,np.int64), (r.lifelong_times.values,np.float32)], self)
-    uids,n_places,out = r.uid_list(self.idx), self.n_events+1, []
-    ends = zip(*(o.take(self.first).tolist() for o in (self.event_starts, self.token_starts)), self.first.tolist())
-    e,t,i = next(ends)
-    for (profile_mask,profile_tokens),(lifelong_mask,lifelong_tokens,lifelong_time),(f,u,j) in zip(profile, lifelong, ends):
-        by_token,by_event = ({k:a[s:z] for k,a in o.items()} for o,s,z in ((self.by_token,t,u), (self.by_event,e,f)))
-        out.append(dict(profile=profile_tokens, profile_mask=profile_mask, profile_time=np.zeros(profile_mask.shape, np.float32),
-            lifelong=lifelong_tokens, lifelong_mask=lifelong_mask, lifelong_time=lifelong_time,
-            event_tokens=by_token.pop('event_tokens'), event_offsets=self.offsets[e:f+1]-t, **by_event,
-            history_offsets=lengths_to_offsets(n_places[i:j]), uids=uids[i:j], **by_token))
-        e,t,i = f,u,j
-    return out
+    no_time = Joined(np.zeros(profile[0].values.shape, np.float32), profile[0].rows, profile[0].widths)
+    n_events,n_tokens = (np.diff(o.take(self.first)).tolist() for o in (self.event_starts, self.token_starts))
+    by_token,by_event = ({k:Joined(a, n) for k,a in o.items()} for o,n in ((self.by_token, n_tokens), (self.by_event, n_events)))
+    uids = r.uid_list(self.idx)
+    return dict(profile=profile[1], profile_mask=profile[0], profile_time=no_time,
+        lifelong=lifelong[1], lifelong_mask=lifelong[0], lifelong_time=lifelong[2],
+        event_tokens=by_token.pop('event_tokens'), event_offsets=restart_offsets(self.offsets, n_events, self.empty), **by_event,
+        history_offsets=restart_offsets(lengths_to_offsets(self.n_events+1), rows), uids=[uids[i:j] for i,j in zip(first, first[1:])], **by_token)
+
+def cut_fields(
+    fields:dict, # field → `Joined`, or a list of a value for each batch
+)->list: # of dicts
+    "Each batch by itself"
+    return [dict(zip(fields, values)) for values in zip(*(v.cut() if isinstance(v, Joined) else v for v in fields.values()))]
+
+@patch
+def cut(self:Bunch)->list: # dicts of numpy arrays, and `uids` as a list
+    "The batches; their arrays are contiguous, and no two share an element"
+    return cut_fields(self.fields())
 
 @patch
 def gather(self:RecordArrays,
