@@ -264,9 +264,19 @@ def _ready(self:RecordLoader, b): return to_tensors(b) if self.as_tensors else b
 # %% ../nbs/30c_loader.ipynb #24d1ad91
 @patch
 def _groups(self:RecordLoader, todo, epoch):
-    "This rank's records of a few steps"
-    plan = self.plan_of(epoch)
-    return [self._numbers(plan.share(k, self.rank, self.world_size, self.per_rank)) for k in todo]
+    "This rank's records of a few steps; -1 for those that fill a rectangle up"
+    plan,W = self.plan_of(epoch),self.world_size
+    def one(k):
+        mine = self._numbers(plan.share(k, self.rank, W, self.per_rank))
+        if W==1 or not self._is_rectangle(): return mine
+        rows = len(plan[k]) if self.per_rank else -(-len(plan[k])//W)
+        return np.append(mine, np.full(max(rows-len(mine), 0), -1))
+    return [one(k) for k in todo]
+
+@patch
+def _is_rectangle(self:RecordLoader):
+    "Are batches rectangles, of one shape on all ranks?"
+    return False
 
 @patch
 def _steps(self:RecordLoader, todo, epoch):
@@ -274,17 +284,16 @@ def _steps(self:RecordLoader, todo, epoch):
     groups = self._groups(todo, epoch)
     bunch = self.make(groups, epoch, rows=1)
     if self.world_size>1:
-        for b,g in zip(bunch, groups): b['real'] = np.full(len(b['uids']), len(g)>0)
+        for b,g in zip(bunch, groups): b.setdefault('real', np.full(max(len(g), 1), len(g)>0))
     return bunch
 
 @patch
 def _joined_steps(self:RecordLoader, todo, epoch, empty):
-    "The same, not yet cut apart, unless a batch has no records"
-    if type(self)._steps is not RecordLoader._steps: return self._steps(todo, epoch)
+    "The same, not cut apart where they need not be"
     groups = self._groups(todo, epoch)
-    if not all(len(g) for g in groups): return self._steps(todo, epoch)
-    fields = self.join(groups, epoch, empty)
-    if self.world_size>1: fields['real'] = Joined(np.ones(sum(map(len, groups)), bool), [len(g) for g in groups])
+    fields = self.join(groups, epoch, empty) if all(len(g) for g in groups) else None
+    if fields is None: return self._steps(todo, epoch)
+    if self.world_size>1: fields.setdefault('real', Joined(np.ones(sum(map(len, groups)), bool), [len(g) for g in groups]))
     return fields
 
 @patch

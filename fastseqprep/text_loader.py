@@ -17,7 +17,8 @@ from .batch import Batch
 from .dataloader import EpochDataLoader, PRAGMADataLoader
 from .loader import RecordLoader, own_rank
 from .plan import OversizeError, Plan, permutation, usual_lookahead
-from .ragged import lengths_to_offsets, range_index
+from .ragged import Joined, lengths_to_offsets, range_index
+from .records import cut_fields
 from .roles import did_you_mean
 from .store import has_manifest, read_manifest
 from .text_data import Level, TextDataset, cut_level, pad_answers, pad_pairs, pad_rows, sample_offsets
@@ -178,28 +179,28 @@ def make(self:TextLoader,
     groups, # sample numbers of each batch; -1 for one that is not real
     epoch:int=0, # not needed here
     rows:int=0, # samples of a batch that has none
-    empty=np.empty, # not needed here
 )->list: # batches of numpy arrays
     "The batches of some groups of samples, made at once"
     groups = [np.asarray(g, np.int64) if len(g) else np.full(rows, -1) for g in groups]
+    if self._is_rectangle(): return list(map(Batch, cut_fields(self.join(groups))))
     idx,cuts = np.concatenate(groups),lengths_to_offsets([len(g) for g in groups])
-    if self.recs.unit=='window':
-        b = {**self.recs.windows(idx), 'sample':idx, 'real':idx>=0}
-        return [Batch(zip(b, o)) for o in zip(*(np.split(v, cuts[1:-1]) for v in b.values()))]
     levels = self.recs.levels(idx)
     parts = zip(*(cut_level(o, cuts) for o in levels.values()))
     return [Batch(flat_batch(dict(zip(levels, o)), g) if self.layout=='flat' else padded_batch(dict(zip(levels, o)), g, self.width)) for o,g in zip(parts, groups)]
 
 @patch
-def _steps(self:TextLoader, todo, epoch, empty=np.empty):
-    "This rank's batches of a few steps, as numpy arrays"
-    plan,W = self.plan_of(epoch),self.world_size
-    def one(k):
-        mine = self._numbers(plan.share(k, self.rank, W, self.per_rank))
-        if self.recs.unit!='window' or W==1: return mine
-        rows = len(plan[k]) if self.per_rank else -(-len(plan[k])//W) # rectangles of one shape on all ranks
-        return np.append(mine, np.full(max(rows-len(mine), 0), -1))
-    return self.make([one(k) for k in todo], epoch, 1, empty)
+def join(self:TextLoader,
+    groups, # windows of each batch; -1 for one that is not real
+    epoch:int=0, # not needed here
+    empty=np.empty, # not needed here
+)->dict: # field → `Joined`; None: these are made one by one
+    "The batches of some groups of windows, not yet cut apart"
+    if not self._is_rectangle(): return
+    idx,sizes = np.concatenate(groups),[len(g) for g in groups]
+    return {k:Joined(v, sizes) for k,v in {**self.recs.windows(idx), 'sample':idx, 'real':idx>=0}.items()}
+
+@patch
+def _is_rectangle(self:TextLoader): return self.recs.unit=='window'
 
 @patch
 def _usual_tokens(self:TextLoader, epoch):

@@ -16,6 +16,8 @@ from .dataloader import EpochDataLoader, PRAGMADataLoader
 from .hashing import content_hash
 from .loader import bunches, one_by_one, own_rank
 from .plan import Plan, permutation
+from .ragged import Joined
+from .records import cut_fields
 from .span_mask import SpanMask
 from .window_data import StoredWindows
 from .window_samples import WindowSamples, WindowView
@@ -138,35 +140,29 @@ def sample_bytes(self:WindowSamples)->int:
     return self._bytes
 
 @patch
+def join(self:WindowLoader,
+    groups, # sample numbers of each batch; -1 for a row that fills up
+    epoch:int=0, # decides what is hidden
+    empty=np.empty, # not needed here
+)->dict: # field → `Joined`
+    "The batches of some groups of samples, not yet cut apart"
+    rows = [len(g) for g in groups]
+    return {k:Joined(v, rows) for k,v in self.recs.gather(np.concatenate(groups), epoch).items()}
+
+@patch
 def make(self:WindowLoader,
     groups, # sample numbers of each batch; -1 for a row that fills up
     epoch:int=0, # decides what is hidden
     rows:int=0, # of a batch without samples
-    empty=np.empty, # not needed here
     tensors:bool=False, # make tensors, rather than arrays
 )->list: # batches
     "The batches of some groups of samples, made at once"
-    groups = [np.full(rows, -1) if not len(g) else g for g in groups]
-    b,sizes = self.recs.gather(np.concatenate(groups), epoch),[len(g) for g in groups]
-    if tensors: cut = lambda v: from_numpy(v).unsafe_split_with_sizes(sizes) # unlike `split`: no batch is a view of another tensor
-    else: cut = lambda v: np.split(v, np.cumsum(sizes[:-1]))
-    return [Batch(zip(b, values)) for values in zip(*map(cut, b.values()))]
+    b = self.join([g if len(g) else np.full(rows, -1) for g in groups], epoch)
+    if not tensors: return list(map(Batch, cut_fields(b)))
+    return [Batch(zip(b, values)) for values in zip(*(from_numpy(o.values).unsafe_split_with_sizes(o.rows) for o in b.values()))] # unlike `split`: no batch is a view of another tensor
 
 @patch
-def _groups(self:WindowLoader, todo, epoch):
-    "This rank's samples of a few steps"
-    plan,W = self.plan_of(epoch),self.world_size
-    def one(k):
-        mine = self._numbers(plan.share(k, self.rank, W, self.per_rank))
-        if W==1: return mine
-        rows = len(plan[k]) if self.per_rank else -(-len(plan[k])//W)
-        return np.concatenate([mine, np.full(rows-len(mine), -1)]) if len(mine)<rows else mine
-    return [one(k) for k in todo]
-
-@patch
-def _steps(self:WindowLoader, todo, epoch, empty=np.empty):
-    "This rank's batches of a few steps, as numpy arrays"
-    return self.make(self._groups(todo, epoch), epoch, rows=1)
+def _is_rectangle(self:WindowLoader): return True
 
 @patch
 def _bytes(self:WindowLoader)->int:
