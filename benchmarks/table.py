@@ -9,8 +9,9 @@
 Each run is the whole command in a fresh process, from its start to its end, with two cores. They take turns (A B C A B C ...);
 every figure is a median, every ratio the median of the rounds' ratios. Needs about 5 GB of disk at 5M rows.
 """
-import argparse, json, os, shutil, sys, tempfile
+import argparse, compileall, json, os, shutil, sys, tempfile
 from datetime import date
+from importlib.util import find_spec
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -53,6 +54,7 @@ def args():
 def commands(a):
     "Who is run, and how: {name: (command, environment)}"
     res = {} if a.no_ours else {OURS: ([Path(sys.executable).parent/OURS, 'preprocess'], {})}
+    if res: compileall.compile_dir(Path(find_spec(OURS).origin).parent, quiet=1) # as pip did with all that is installed; a working copy may be newer than its bytecode
     if a.no_peer: return res
     python = (a.peer_python or venv(a.work/'env'/PEER, *PACKAGES)).absolute()
     return {**res, PEER: ([python.parent/'sequifier', 'preprocess'], dict(PATH=f'{python.parent}{os.pathsep}{os.environ["PATH"]}'))}
@@ -157,7 +159,7 @@ def aims(allruns):
 
 NOTES = """Windows of 65 items every 64, three splits (80, 10 and 10 % of each sequence), three categorical and two real columns, sequences of 20 to
 180 rows, rows in order of time. Every figure is of a whole command, started afresh, with two cores: wall and CPU seconds from its start to its end
-(imports and workers included), *memory* the peak of the resident sizes of all its processes added up (pages that they share counted in each).
+(imports of compiled modules and workers included), *memory* the peak of the resident sizes of all its processes added up (pages that they share counted in each).
 *polars* is no window maker: it reads the same rows, sorts them by sequence and position, and writes the same windows that are already made
 (for PT, the same bytes), which is the least that such a job can do; loading those windows is left out of its time, but not of its memory.
 """

@@ -11,9 +11,11 @@ median, every ratio the median of the rounds' ratios of tokens per second of pro
 what the process grew by from before opening to the peak, and what of it is its own (`anon`):
 pages of mapped files are the system's, which takes them back when it needs them.
 
-The second table is of whole `preprocess` commands on items with children (a depth layout), and of ours alone as the rows grow.
+The second table is of whole `preprocess` commands on items with children (a depth layout), and of ours alone as the rows grow. A command
+of sequifier's that is not done after `--limit` seconds is stopped, so at that size there is only a lower bound: it takes more than the
+limit. The ratio is therefore also measured at the sizes of `--sizes`, up to the largest one that it finishes within the limit.
 """
-import argparse, json, os, shutil, sys, tempfile
+import argparse, json, os, shutil, sys, tempfile, time
 from datetime import date
 from pathlib import Path
 
@@ -51,6 +53,8 @@ def args():
     p.add_argument('--repeats', type=int, default=3, help='rounds in which each has its turn')
     p.add_argument('--parts', nargs='+', default=['load','depth'], choices=['load','depth'], help='what to measure')
     p.add_argument('--items', type=int, default=50_000, help='items with four children each')
+    p.add_argument('--sizes', nargs='+', type=int, default=[2_000, 5_000, 10_000, 20_000], help='smaller numbers of items, for a ratio where --items takes sequifier too long')
+    p.add_argument('--limit', type=float, default=300, help="seconds after which sequifier's command on items with children is stopped")
     p.add_argument('--children', nargs='+', type=int, default=[1_000_000, 5_000_000], help='rows of the growing tables of children')
     p.add_argument('--quick', action='store_true', help='50,000 rows and one round, 2,000 items')
     p.add_argument('--no-peer', action='store_true', help='leave sequifier out')
@@ -58,7 +62,7 @@ def args():
     p.add_argument('--work', type=Path, default=Path(tempfile.gettempdir())/'fastseqprep-benchmarks', help='folder for data, environment and outputs')
     p.add_argument('--results', type=Path, default=Path(__file__).parent/'RESULTS-windows.md', help='markdown file to write')
     a = p.parse_args()
-    if a.quick: a.rows, a.repeats, a.epochs, a.items, a.children = 50_000, 1, 2, 2_000, [100_000]
+    if a.quick: a.rows, a.repeats, a.epochs, a.items, a.sizes, a.children = 50_000, 1, 2, 2_000, [1_000], [100_000]
     a.work = a.work.resolve()
     return a
 
@@ -105,7 +109,7 @@ def nested(folder, n_items, each):
 
 
 def depth_run(a, who, cmd, n_items, each, keys):
-    "Figures of one whole command"
+    "Figures of one whole command; only time and CPU time so far, and `stopped`, if it was not done within the limit"
     data, folder = a.work/'data'/f'depth-{n_items}x{each}', a.work/'out'/f'depth-{who}'
     nested(data, n_items, each)
     shutil.rmtree(folder, ignore_errors=True)
@@ -113,33 +117,58 @@ def depth_run(a, who, cmd, n_items, each, keys):
     (folder/'input').mkdir()
     (folder/'input'/'log.parquet').symlink_to(data/'log.parquet')
     (folder/'configs'/'preprocess.yaml').write_text(json.dumps({**DEPTH, **keys})) # JSON is YAML
-    facts = watch([*cmd, '--config-path', 'configs/preprocess.yaml'], folder, dict(PATH=f'{Path(cmd[0]).parent}{os.pathsep}{os.environ["PATH"]}'), timeout=600)
+    start, cpu, env = time.perf_counter(), os.times(), dict(PATH=f'{Path(cmd[0]).parent}{os.pathsep}{os.environ["PATH"]}')
+    if who == PEER: cmd = ['timeout', '-k', '5', str(a.limit), *cmd]
+    try: facts = watch([*cmd, '--config-path', 'configs/preprocess.yaml'], folder, env)
+    except RuntimeError:                                     # `timeout` ends its children too
+        if who != PEER or time.perf_counter()-start < a.limit: raise
+        print(f"{who}: {n_items*each:,} children, not done after {a.limit:g} s, stopped", flush=True)
+        shutil.rmtree(folder)
+        now = os.times()
+        return dict(stopped=True, wall_s=a.limit, cpu_s=now.children_user+now.children_system-cpu.children_user-cpu.children_system)
     windows = sum(json.loads(f.read_text())['total_samples'] for f in (folder/'data').glob('*/metadata.json'))
     shutil.rmtree(folder)
     print(f"{who}: {n_items*each:,} children, {facts['wall_s']:.2f} s, {facts['peak_mb']:.0f} MB", flush=True)
     return dict(facts, windows=windows)
 
 
-def depth_part(a, pythons):
-    "Commands on items with children, beside the peer and as the table grows"
-    cmds = {who: [Path(p).parent/who, 'preprocess'] for who, p in pythons.items()}
+def beside(a, cmds, n):
+    "Runs of the commands on `n` items: {who: [one result per round]}; the peer, which is slow, runs once"
     runs = {who: [] for who in cmds}
     for i in range(a.repeats):
         for who, cmd in cmds.items():
-            if who != OURS and i: continue                   # it takes minutes for one
-            try: runs[who].append(depth_run(a, who, cmd, a.items, 4, {}))
-            except RuntimeError as e: print(f'{who}, {a.items:,} items: failed, or took more than ten minutes: {str(e)[-300:]}', flush=True)
-    rows = []
+            if who == OURS or not i: runs[who].append(depth_run(a, who, cmd, n, 4, {}))
+    return runs
+
+
+def depth_rows(a, runs, n):
+    "Lines of the table for the commands on `n` items"
+    ours = medians(runs[OURS])
     for who, rs in runs.items():
-        if not rs: continue
         m = medians(rs)
-        rows.append((who, f'{a.items:,}', f'{4*a.items:,}', f"{int(m['windows']):,}", f"{m['wall_s']:.2f}", f"{m['cpu_s']:.2f}", f"{m['peak_mb']:.0f}", '' if who == OURS else f"{ratio({who: rs, OURS: runs[OURS]}, OURS, 'wall_s', who):.1f}×"))
+        more = 'more than ' if 'stopped' in m else ''
+        what = ['', f'stopped at {a.limit:g}', f"{m['cpu_s']:.2f}", ''] if more else [f"{int(m['windows']):,}", f"{m['wall_s']:.2f}", f"{m['cpu_s']:.2f}", f"{m['peak_mb']:.0f}"]
+        yield who, f'{n:,}', f'{4*n:,}', *what, *([''] * 2 if who == OURS else [f'{more}{int(m[k]/ours[k])}×' for k in ('wall_s', 'cpu_s')])
+
+
+def depth_part(a, pythons):
+    "Commands on items with children, beside the peer and as the table grows"
+    cmds = {who: [Path(p).parent/who, 'preprocess'] for who, p in pythons.items()}
+    rows, done, stopped = [], '', ''
+    for n in sorted({*(a.sizes if PEER in cmds else []), a.items}):
+        if stopped and n != a.items: continue                # if a smaller one took too long, only the lower bound at full size is of interest
+        runs = beside(a, cmds, n)
+        rows += depth_rows(a, runs, n)
+        if PEER not in runs: continue
+        peer, ours = runs[PEER][0], medians(runs[OURS])
+        if 'stopped' in peer: stopped = f" With {n:,} items {PEER} was stopped after {a.limit:g} s, so the figures there are lower bounds: it takes more than {int(peer['wall_s']/ours['wall_s'])} times our wall time, and more than {int(peer['cpu_s']/ours['cpu_s'])} times our CPU time."
+        else: done = f" With {n:,} items, the most here that {PEER} finishes within {a.limit:g} s, it takes {int(peer['wall_s']/ours['wall_s'])} times our wall time and {int(peer['cpu_s']/ours['cpu_s'])} times our CPU time."
     for n in a.children:
         for how, keys in GROWING.items():
             m = depth_run(a, OURS, cmds[OURS], n//8, 8, keys)
-            rows.append((f'{OURS}, {how}', f'{n//8:,}', f'{n:,}', f"{m['windows']:,}", f"{m['wall_s']:.2f}", f"{m['cpu_s']:.2f}", f"{m['peak_mb']:.0f}", ''))
-    return '## Items with several rows\n\nThe whole command, two cores; memory is the most that was resident, pages of mapped files among it.\n\n' + \
-        table(['command', 'items', 'children', 'windows', 'wall s', 'CPU s', 'peak MB', 'it / ours'], rows)
+            rows.append((f'{OURS}, {how}', f'{n//8:,}', f'{n:,}', f"{m['windows']:,}", f"{m['wall_s']:.2f}", f"{m['cpu_s']:.2f}", f"{m['peak_mb']:.0f}", '', ''))
+    return '## Items with several rows\n\nThe whole command, two cores; memory is the most that was resident, pages of mapped files among it.' + \
+        f'{done}{stopped}\n\n' + table(['command', 'items', 'children', 'windows', 'wall s', 'CPU s', 'peak MB', 'its wall time / ours', 'its CPU time / ours'], rows)
 
 
 def load_part(a, pythons):

@@ -82,12 +82,21 @@ def _positions(r:_Rows)->np.ndarray:
     return x.to_numpy()
 
 # %% ../nbs/00db_arrange.ipynb #0cd34f4c
+def _refuse_rounded(r:_Rows, c:str, s:pl.Series, res:pl.Series):
+    "An error that names the first integer which is another number as a float"
+    bad = s.ne_missing(res.cast(s.dtype, strict=False))
+    if not bad.any(): return
+    row,exact = bad.arg_max(),s.cast(pl.Float64).cast(s.dtype, strict=False).eq_missing(s).all()
+    advice = f"set Float64 for {c!r} in column_data_types" if exact else f"leave {c!r} an integer in column_data_types, or scale it where the data is made"
+    raise ValueError(f"{r.at(c, row)}: {s[row]} is {res[row]:.0f} as {res.dtype}, which does not hold it exactly ({bad.sum():,} such rows here); {advice}.")
+
 def _cast(r:_Rows, c:str, s:pl.Series, dtype)->pl.Series:
     "A column as `dtype`, or an error that names the first value which cannot be so"
     res = s.cast(dtype, strict=False)
     if res.null_count()>s.null_count():
         bad = res.is_null() & s.is_not_null()
         raise ValueError(f"{r.at(c, bad.arg_max())}: {s.filter(bad)[0]!r} cannot be made {dtype}; set another type for {c!r} in column_data_types, or correct the value.")
+    if s.dtype.is_integer() and res.dtype.is_float(): _refuse_rounded(r, c, s, res)
     return res
 
 def _finite(r:_Rows, c:str, s:pl.Series, x:np.ndarray):

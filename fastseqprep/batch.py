@@ -23,10 +23,18 @@ class Batch(dict):
     def copy(self):
         "Another `Batch` of the same tensors or arrays"
         return type(self)(self)
+    __copy__ = copy
+    def __reduce_ex__(self, protocol):
+        "Only what is its own is pickled, not what lies beside it in memory"
+        return type(self), ({k:_alone(v) for k,v in self.items()},), self.__dict__ or None
     def __or__(self, other): return type(self)({**self, **other}) if isinstance(other, dict) else NotImplemented
     def __ror__(self, other): return type(self)({**other, **self}) if isinstance(other, dict) else NotImplemented
 
 def _is_tensor(x): return 'torch' in sys.modules and isinstance(x, sys.modules['torch'].Tensor)
+
+def _alone(v):
+    "A tensor without its neighbours in memory, if it has many"
+    return v.clone() if _is_tensor(v) and str(v.layout)=='torch.strided' and v.untyped_storage().nbytes() > v.nbytes+1024 else v
 
 def _short(v):
     if hasattr(v, 'shape'): return f"{tuple(v.shape)} {str(v.dtype).removeprefix('torch.')}" + (f' on {v.device}' if _is_tensor(v) and not v.is_cpu else '')

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['bin_format', 'bin_version', 'block_formats', 'BlockWriter', 'block_writer', 'long_to_block', 'wide_to_block',
-           'split_files', 'read_block']
+           'split_files', 'typed_block', 'read_block']
 
 # %% ../nbs/10f_blockfiles.ipynb #908d1050
 import io
@@ -353,6 +353,24 @@ def _read_one(path, mmap, names)->WindowBlock:
     return long_to_block(path, table, names) if is_long else wide_to_block(path, table)
 
 # %% ../nbs/10f_blockfiles.ipynb #3da3a375
+def typed_block(
+    block:WindowBlock, # as it is read
+    dtypes:dict, # feature → name of its dtype
+    path, # to name in errors
+)->WindowBlock: # itself
+    "Features of the long layout in their own dtypes; refuses values that these cannot hold"
+    advice = 'the file and the metadata of its run do not belong together: preprocess the data again, or give the metadata that it was written with'
+    def one(c, v, t):
+        if v.dtype.kind=='f' and t.kind!='f':
+            with np.errstate(invalid='ignore'): res = v.astype(t)
+            if (wrong := res!=v).any(): raise StoreError(f'{path}: feature {c!r} holds {v[wrong][0]}, which is no {t.name}; {advice}')
+            return res
+        try: check_exact(v, t, f'feature {c!r}', advice)
+        except ValueError as e: raise StoreError(f'{path}: {e}') from None
+        return v.astype(t, copy=False)
+    block.features = {c: one(c, v, stored_dtype(dtypes[c])) if c in dtypes else v for c,v in block.features.items()}
+    return block
+
 def read_block(
     path, # file of windows, folder of raw columns, or folder of a split's shards
     dtypes:dict=None, # feature → name of its dtype, to undo the common dtype of the long layout
@@ -362,12 +380,4 @@ def read_block(
     parts = [_read_one(f, mmap, list(dtypes or {})) for f in split_files(path)]
     if not parts: raise StoreError(f"{path} lists no files, so what its windows would hold is not known")
     block = WindowBlock.concat([b for b in parts if b.n] or parts[:1])
-    for c,t in (dtypes or {}).items():
-        if c in block.features: block.features[c] = _back(block.features[c], stored_dtype(t), c)
-    return block
-
-def _back(values, dtype, name):
-    "Values of the long layout in their own dtype"
-    res = values.astype(dtype)
-    if values.dtype.kind=='f' and dtype.kind!='f' and (res!=values).any(): raise StoreError(f"feature {name!r} holds {values[res!=values][0]}, which is no {dtype.name}")
-    return res
+    return typed_block(block, dtypes, path) if dtypes else block

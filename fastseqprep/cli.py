@@ -241,6 +241,7 @@ commands = dict(demo=demo, preprocess=preprocess_command, text=text_command, pre
 
 def make_parser(
     debug=argparse.SUPPRESS, # value of `--debug` where it is not given
+    only:str=None, # the one command that has to know its arguments; by default all
 )->argparse.ArgumentParser:
     "The parser of the whole command line"
     common = _Parser(add_help=False)
@@ -250,7 +251,7 @@ def make_parser(
     subs = parser.add_subparsers(dest='command', metavar='COMMAND', title='commands')
     for name,fn in commands.items():
         sub = subs.add_parser(name, parents=[common], help=fn.__doc__, description=fn.__doc__)
-        fn.arguments(sub) if hasattr(fn, 'arguments') else add_arguments(sub, fn)
+        if only in (None, name): fn.arguments(sub) if hasattr(fn, 'arguments') else add_arguments(sub, fn)
     parser.subs = subs.choices
     return parser
 
@@ -258,8 +259,8 @@ def parse(
     args:list, # words of the command line
 ): # sub-command and its arguments
     "Understand a command line"
-    parser = make_parser()
     word = next((a for a in args if not a.startswith('-')), None)
+    parser = make_parser(only=word)
     if word is not None and word not in commands: raise UsageError(f"there is no command {word!r}{_did_you_mean(word, commands) or '; there are '+', '.join(commands)}")
     found,rest = parser.parse_known_args(args)
     if rest:

@@ -16,7 +16,6 @@ import numpy as np, polars as pl
 from fastcore.basics import patch
 
 from .blocks import altered, stored_dtype
-from .bpe import BytePairs, count_words
 from .categories import *
 from .depth import Slots
 from .files import exists, read_bytes
@@ -160,7 +159,9 @@ class TextModel:
     def __eq__(self, other): return isinstance(other, TextModel) and self.to_metadata()==other.to_metadata()
 
     @cached_property
-    def _pairs(self): return BytePairs(self.json)
+    def _pairs(self):
+        from fastseqprep.bpe import BytePairs
+        return BytePairs(self.json)
     @cached_property
     def _hf(self):
         from tokenizers import Tokenizer
@@ -176,6 +177,7 @@ def fit(cls:TextModel,
     vocab_size:int=28_000, # most tokens
 )->TextModel:
     "A byte-pair model of counted texts"
+    from fastseqprep.bpe import BytePairs, count_words # which load the tokenizers library
     return cls(BytePairs.train(count_words(texts, counts), vocab_size).json)
 
 @patch(cls_method=True)

@@ -43,7 +43,7 @@ class PRAGMADataLoader(RecordLoader, IterableDataset):
     "Packed batches of the records in shards, in a planned order, as torch tensors"
     as_tensors = True
     def _prepare(self):
-        self._fresh,self._own,self._ring,self._bunch,self._board = True,False,None,0,None
+        self._fresh,self._own,self._ring,self._bunch,self._board,self._collate = True,False,None,0,None,None
         self._told = torch.zeros(3, dtype=torch.int64).share_memory_() # next epoch and its first batch, for workers that are alive; from them: have they iterated unasked?
     def _worker(self): return get_worker_info()
     def _tell(self):
@@ -71,7 +71,9 @@ def start(self:PRAGMADataLoader):
     if self._bunch: # for an EpochDataLoader
         keep_freed()
         mine = bunches(todo, self._bunch, info.num_workers)[info.id::info.num_workers]
-        return (self._ring.send(info.id, lambda empty: self._joined_steps(some, epoch, empty)) for some in mine)
+        if self._collate is None: make = lambda some: lambda empty: self._joined_steps(some, epoch, empty)
+        else: make = lambda some: lambda empty: [self._collate(self._ready(b)) for b in self._steps(some, epoch)]
+        return (self._ring.send(info.id, make(some)) for some in mine)
     if info.id==0: self._note_unasked(epoch)
     todo = todo[0 if own else info.id::info.num_workers]     # its own place is that of a worker already
     return self._run(epoch, todo, map(Parcel, self._batches(epoch, todo)))
@@ -88,21 +90,30 @@ class EpochDataLoader(DataLoader):
     "A `DataLoader` of a `PRAGMADataLoader`; each iteration is the next epoch"
     def __init__(self,
         dataset, # the `PRAGMADataLoader`
+        *,
+        num_workers:int=0, # worker processes; 0: none
+        collate_fn=None,   # what to make of each batch, where it is made; None: nothing else
         **kwargs # arguments of torch's `DataLoader`
-    ): super().__init__(dataset, **{'generator':torch.Generator(), **kwargs}) # workers' seeds come from there
+    ):
+        if not (isinstance(num_workers, int) and num_workers >= 0): raise ValueError(f"num_workers is the number of worker processes, an integer from 0 on, but got {num_workers!r}.")
+        if kwargs.get('in_order') is False: raise ValueError("in_order=False would give batches in another order each time, from where no state can go on: leave it out.")
+        self.made_into = collate_fn
+        kwargs = {'generator':torch.Generator(), **kwargs} # workers' seeds come from there
+        super().__init__(dataset, num_workers=num_workers, collate_fn=_as_is if num_workers or collate_fn is None and kwargs.get('batch_size', 1) is None else collate_fn, **kwargs)
     def __iter__(self):
         ds = self.dataset
         epoch,start = ds._begin()
         todo = ds.steps(epoch, start)
         ds._tell() # workers that are alive
         if self.num_workers and self._iterator is None: # workers start, with a ring of their own
-            ds._ring,ds._bunch = ring_for(ds._usual_tokens(epoch), self.num_workers, self.prefetch_factor)
+            ds._ring,ds._bunch = ring_for(ds._usual_tokens(epoch), self.num_workers, self.prefetch_factor, token_bytes=ds._token_bytes())
+            ds._collate = self.made_into
             ds._board = board if self.persistent_workers and (board := Board(ds.plan_of(epoch))).size else None
         board,read = (ds._board, None) if self._iterator is None else (self._iterator.board, self._iterator.reads)
         if board is not None: board.post(epoch, ds.plan_of(epoch), keep=read)
         if not (self.num_workers or self.pin_memory or self._auto_collation): return ds._run(epoch, todo, map(self.collate_fn, ds.batches(epoch, start=start))) # torch would add nothing but time
         it = super().__iter__()
-        if ds._bunch: it.ring,it.board,ds._ring,ds._bunch,ds._board = ds._ring,board,None,0,None
+        if ds._bunch: it.ring,it.board,ds._ring,ds._bunch,ds._board,ds._collate = ds._ring,board,None,0,None,None
         it.reads = epoch
         made = one_by_one(it) if self.num_workers else it
         if board is not None: made = self._ahead(made, board, epoch)
@@ -162,7 +173,7 @@ def pragma_dl(
 )->EpochDataLoader: # a torch `DataLoader` of whole batches
     "A torch `DataLoader` of packed batches"
     ds = PRAGMADataLoader(shards, entity_col, max_tokens, shuffle, tok, mask, **kwargs)
-    return EpochDataLoader(ds, batch_size=None, num_workers=num_workers, collate_fn=_as_is, pin_memory=pin_memory, timeout=timeout,
+    return EpochDataLoader(ds, batch_size=None, num_workers=num_workers, pin_memory=pin_memory, timeout=timeout,
                            persistent_workers=persistent_workers, prefetch_factor=prefetch_factor, multiprocessing_context=multiprocessing_context)
 
 # %% ../nbs/31_dataloader.ipynb #0a9e7ad8

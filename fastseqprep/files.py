@@ -130,6 +130,7 @@ def _temp_for(path:'Path|str')->Path:
 @contextmanager
 def atomic_write(
     path, # local path or URL of the finished file
+    sync:bool=True, # wait until the disk has it, so that it outlives a power cut; a killed process takes nothing with it in either case
 ):
     "An open binary file that becomes `path` when the block ends without an error"
     path = as_path(path)
@@ -138,13 +139,14 @@ def atomic_write(
         with open(temp, 'w+b') as f:
             yield f
             if not f.closed: f.flush()
-        with open(temp, 'rb+') as f: os.fsync(f.fileno())
+        if sync:
+            with open(temp, 'rb+') as f: os.fsync(f.fileno())
         if isinstance(path, str):
             fs,p = fs_of(path)
             fs.makedirs(fs._parent(p), exist_ok=True)
             return fs.put_file(str(temp), p)
         os.replace(temp, path)
-        _sync_folder(path.parent)
+        if sync: _sync_folder(path.parent)
     finally: temp.unlink(missing_ok=True)
 
 # %% ../nbs/09a_files.ipynb #0983684d

@@ -10,7 +10,7 @@ __all__ = ['Pair', 'split_answers', 'join_answers', 'MaskedValueLoss', 'PackedDL
 from functools import partial
 
 import numpy as np, torch
-from fastcore.basics import first, noop, patch, store_attr
+from fastcore.basics import first, patch, store_attr
 from fastcore.meta import delegates
 from fastai.data.core import DataLoaders
 from fastai.losses import CrossEntropyLossFlat
@@ -68,7 +68,7 @@ class PackedDL:
     ):
         store_attr('make,tok,shuffle,records,num_workers,device,kwargs')
         self.loader = make and make(shuffle=shuffle, records=records)
-        self.torch_dl = make and EpochDataLoader(self.loader, batch_size=None, num_workers=num_workers, collate_fn=noop, **kwargs)
+        self.torch_dl = make and EpochDataLoader(self.loader, batch_size=None, num_workers=num_workers, **kwargs)
 
     def __len__(self): return len(self.loader.steps(self.loader.epoch if self.shuffle else 0)) if self.make else 0
     def __iter__(self):

@@ -290,8 +290,9 @@ def _steps(self:RecordLoader, todo, epoch):
 @patch
 def _joined_steps(self:RecordLoader, todo, epoch, empty):
     "The same, not cut apart where they need not be"
-    groups = self._groups(todo, epoch)
-    fields = self.join(groups, epoch, empty) if all(len(g) for g in groups) else None
+    groups,owner = self._groups(todo, epoch),lambda name: next(c for c in type(self).__mro__ if name in vars(c))
+    mine = issubclass(owner('join'), owner('make')) and owner('_steps') is RecordLoader # or else a subclass makes batches in its own way
+    fields = self.join(groups, epoch, empty) if mine and all(len(g) for g in groups) else None
     if fields is None: return self._steps(todo, epoch)
     if self.world_size>1: fields.setdefault('real', Joined(np.ones(sum(map(len, groups)), bool), [len(g) for g in groups]))
     return fields
@@ -300,6 +301,13 @@ def _joined_steps(self:RecordLoader, todo, epoch, empty):
 def _usual_tokens(self:RecordLoader, epoch):
     "Tokens that a batch of this rank has at most, by and large"
     return self.plan_of(epoch).usual_tokens // (1 if self.per_rank else self.world_size)
+
+@patch
+def _token_bytes(self:RecordLoader):
+    "Bytes that a token takes in a batch, with its share of everything else, and some to spare"
+    n = {k:int(v.sum()) for k,v in self.recs.lengths().items()}
+    size = (33 if self.masker else 24)*n['event_tokens'] + 40*n['events'] + 2*29*(n['profile']+n['lifelong']) + 64*len(self.recs)
+    return min(128, 1.5*size/max(1, int(self.recs.ntoks.sum())))
 
 def one_by_one(
     made, # lists of batches

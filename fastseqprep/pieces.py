@@ -9,7 +9,7 @@ __all__ = ['RecordError', 'short_repr', 'checked_text', 'text_of', 'numbers_of',
 import math
 import numpy as np
 from fastcore.basics import patch
-from .ragged import Ragged, lengths_to_offsets, range_index
+from .ragged import Ragged, lengths_to_offsets
 from .text_tokenizer import TextTokenizer, bad_text
 
 # %% ../nbs/07c_pieces.ipynb #17e55080
@@ -74,6 +74,9 @@ def message_weights(
     res = []
     for i,m in enumerate(messages):
         role = m.get('role') or ''
+        if type(role) is str and 'train' not in m and 'weight' not in m: # by far the most
+            res.append(1. if action=='train' or roles.get(role, default)=='train' else 0.)
+            continue
         if not isinstance(role, (str,int,float)): raise RecordError('wrong type', f"message {i} has the role {short_repr(role)}, expected a text")
         w = 1. if action=='train' or roles.get(role, default)=='train' else 0.
         train,weight = m.get('train'),m.get('weight')
@@ -107,14 +110,30 @@ class Pieces:
         self.rows.append(row); self.kinds.append(kind); self.weights.append(weight if kind!=2 else 0.)
         self.given[kind].append(text)
 
+    def add_all(self,
+        rows,          # that texts belong to, ascending
+        texts,         # one for each row
+        weight:float,  # of all their tokens
+        special:bool,  # with the special tokens that the tokenizer adds
+        end=None,      # a list of ids behind each text, of weight 1
+    ):
+        "Add many texts, one for each row"
+        def both(a, b): return a if end is None else [o for p in zip(a, b) for o in p]
+        self.rows += both(rows, rows)
+        self.kinds += both([int(special)]*len(rows), [3]*len(rows))
+        self.weights += both([weight]*len(rows), [1.]*len(rows))
+        self.given[int(special)].extend(texts)
+        if end is not None: self.given[3].extend([end]*len(rows))
+
 def _weigh(weights, ranges, more):
     "Lay weights over ranges of tokens; where ranges share a token, the greatest counts"
     for w in sorted(set(more.tolist())):
         r = ranges[more==w]
-        weights[range_index(r[:,0], r[:,1]-r[:,0])] = w
+        for a,b in r.tolist(): weights[a:b] = w
 
 def _short_rows(rows):
     "Many short lists of ids"
+    if rows and all(o is rows[0] for o in rows): return Ragged(np.array(rows[0]*len(rows), np.int32), np.arange(len(rows)+1)*len(rows[0]))
     return Ragged(np.array([o for r in rows for o in r], np.int32), lengths_to_offsets([len(r) for r in rows]))
 
 def _in_order(parts, kinds):
@@ -137,11 +156,20 @@ def _all_turns(self:Pieces, kinds):
     return res,res[:,0]>=0
 
 @patch
+def _weights(self:Pieces, tokens, ranges, more):
+    "Weights of all tokens; those of marked texts lie in ranges"
+    mine = np.array(self.weights, np.float32)
+    res = np.repeat(mine, tokens.lengths) if mine.any() else np.zeros(len(tokens.values), np.float32)
+    _weigh(res, ranges, more)
+    return Ragged(res, tokens.offsets)
+
+@patch
 def encode(self:Pieces,
     tok:TextTokenizer,
     n:int,         # number of rows
     eos:int=-1,    # end token, if pieces of ids are that: they vanish where a row ends with it already
-)->tuple: # Ragged of int32; Ragged of float32 weights; (t, 2) rows and places of turns
+    weigh:bool=True, # are weights wanted?
+)->tuple: # Ragged of int32; Ragged of float32 weights, or None; (t, 2) rows and places of turns
     "All pieces as rows of tokens and weights"
     plain,special,marked,fixed = self.given
     kinds = np.array(self.kinds, np.int64)
@@ -152,10 +180,7 @@ def encode(self:Pieces,
     ids,found = tok.encode_spans(marked, at[:,0], at[:,1:]) if marked else (tok.encode([]), np.zeros((0,2), np.int64))
     parts = [tok.encode(plain), tok.encode(special, True), ids, _short_rows(fixed)]
     tokens = _in_order(parts, kinds)
-    weights = Ragged(np.repeat(np.array(self.weights, np.float32), tokens.lengths), tokens.offsets) # those of marked texts are zero as yet
-    j = at[:len(spans),0]
-    shift = tokens.offsets[:-1][kinds==2][j]-ids.offsets[j]
-    _weigh(weights.values, found[:len(spans)]+shift[:,None], spans[:,3].astype(np.float32))
+    weights = self._weights(tokens, found[:len(spans)]+(tokens.offsets[:-1][kinds==2]-ids.offsets[:-1])[at[:len(spans),0]][:,None], spans[:,3].astype(np.float32)) if weigh else None
     return _by_rows(self, tokens, weights, turns, inside, found[len(self.spans):,0]-ids.offsets[turns[inside,0]], n, eos)
 
 def _by_rows(p, tokens, weights, turns, inside, first, n, eos):
@@ -167,12 +192,12 @@ def _by_rows(p, tokens, weights, turns, inside, first, n, eos):
         if twice.any():
             keep = np.repeat(~twice, lengths)
             lengths = np.where(twice, 0, lengths)
-            tokens,weights = (Ragged(o.values[keep], lengths_to_offsets(lengths)) for o in (tokens,weights))
+            tokens,weights = (None if o is None else Ragged(o.values[keep], lengths_to_offsets(lengths)) for o in (tokens,weights))
     bounds = tokens.offsets[np.searchsorted(p.rows, np.arange(n+1))] if p.rows else np.zeros(n+1, np.int64)
     rows = np.array(p.rows, np.int64)[turns[:,1]]
     places = tokens.offsets[turns[:,1]]-bounds[rows]
     places[inside] += first
-    return Ragged(tokens.values, bounds), Ragged(weights.values, bounds), np.stack([rows, places], 1)
+    return Ragged(tokens.values, bounds), None if weights is None else Ragged(weights.values, bounds), np.stack([rows, places], 1)
 
 # %% ../nbs/07c_pieces.ipynb #b9d3df39
 @patch

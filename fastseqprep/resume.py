@@ -7,7 +7,7 @@ __all__ = ['Notes', 'lock_folder', 'lock_scope', 'Run', 'begin_run', 'unfinished
            'begin_addition']
 
 # %% ../nbs/10c_resume.ipynb #e3c1ccdf
-import os
+import json, os
 from pathlib import Path
 
 from fastcore.basics import patch
@@ -32,14 +32,15 @@ class Notes:
 @patch
 def put(self:Notes, name, result)->None:
     "Note the result of the task `name`"
-    write_json(safe_join(self.folder, f'{name}.json'), result)
+    with atomic_write(safe_join(self.folder, f'{name}.json'), sync=False) as f: f.write(json.dumps(result, allow_nan=False).encode())
 
 @patch
 def get(self:Notes, name):
     "The noted result; none when the task is not noted, or a file that it listed is not there as it was written"
     path = safe_join(self.folder, f'{name}.json')
     if not exists(path): return None
-    res = read_json(path)
+    try: res = read_json(path)
+    except StoreError: return None # the power failed before the disk had it
     files = res.get('outputs', []) if isinstance(res, dict) and self.out is not None else []
     def whole(path, f): return exists(path) and file_size(path)==f['bytes'] and f.get('sha256') in (None, path_hash(path))
     return res if all(whole(safe_join(self.out, f['name']), f) for f in files) else None

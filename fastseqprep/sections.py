@@ -7,7 +7,7 @@ __all__ = ['builders', 'Output', 'SourceBuilder', 'Built', 'Builder', 'register_
            'MultiBuilder', 'SectionedBuilder', 'as_dtype']
 
 # %% ../nbs/07_sections.ipynb #b4723f4f
-import json
+import json, math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 import numpy as np
@@ -87,6 +87,7 @@ class SourceBuilder:
         self.eos = tok.token_id('eos_token') if cfg.append_eos and not self.chats else -1
         self.trainable = any(o.action=='train' or o.action=='$role' and o.template for o in self.source.sections)
         self.filtered = not self.chats and all(o.action=='train' for o in self.source.sections) and not self.source.list_field
+        self.weigh = not (self.filtered and self.mask_name is None) # else all tokens are trained, and nobody asks
 
 # %% ../nbs/07_sections.ipynb #726a6ff1
 @patch
@@ -198,12 +199,35 @@ def _values(self:SourceBuilder, records, status):
     return Output(Ragged.from_rows(rows, np.float64))
 
 @patch
+def _texts(self:SourceBuilder, records, status):
+    "Output of a source that is one text of each record"
+    s,cfg,rows,texts = self.source.sections[0],self.cfg,[],[]
+    few,many = (cfg.preprocessing.min_chars,cfg.preprocessing.max_chars) if self.filtered else (0,math.inf)
+    for i,r in enumerate(records):
+        if status[i] is not None: continue
+        text = r.get(s.field, '')
+        if type(text) is not str or not text.isascii():
+            try: text = text_of(text, s.field, cfg.types=='lenient')
+            except RecordError as e:
+                status[i] = e
+                continue
+        if not text or text.isspace(): status[i] = 'empty'
+        elif not few<=len(text)<=many: status[i] = 'too short' if len(text)<few else 'too long'
+        else:
+            rows.append(i)
+            texts.append(text)
+    pieces,trained = Pieces(),s.action=='train'
+    pieces.add_all(rows, texts, float(trained), s.add_special_tokens is not False, [self.eos] if self.eos>=0 and trained else None)
+    return self._finish(pieces.encode(self.tok, len(records), self.eos, self.weigh), np.ones(len(records), np.int64), status)
+
+@patch
 def build(self:SourceBuilder,
     records, # a list of objects
     status,  # (records,) list: None for a record that is to be built; gets the reason or `RecordError` of one that cannot be
 )->Output:
     "Output for each record; empty where there is none"
     if is_value(self.source): return self._values(records, status)
+    if len(self.source.sections)==1 and not self.chats and not self.source.list_field: return self._texts(records, status)
     pieces,counts,row = Pieces(),[],0
     for i,r in enumerate(records):
         n = 0 if self.source.list_field else 1
@@ -217,7 +241,7 @@ def build(self:SourceBuilder,
                 pieces.back_to(place)
         counts.append(n)
         row += n
-    return self._finish(pieces.encode(self.tok, row, self.eos), counts, status)
+    return self._finish(pieces.encode(self.tok, row, self.eos, self.weigh), counts, status)
 
 # %% ../nbs/07_sections.ipynb #3c49d188
 def _cut(rows, n, side): return rows if not len(rows.values) or rows.lengths.max()<=n else rows.head(n) if side=='keep_start' else rows.tail(n)
@@ -227,6 +251,12 @@ def _turn_rows(turns, lengths, kept, side):
     rows,places = turns[:,0],turns[:,1]
     lost = (lengths-kept)[rows] if side=='keep_end' else 0
     return Ragged(np.minimum(np.maximum(places-lost, 0), kept[rows]).astype(np.int32), lengths_to_offsets(np.bincount(rows, minlength=len(lengths))))
+
+def _any_in(rows):
+    "Which rows have a value that is true; of whole tokens, all rows that have any"
+    res = rows.lengths>0
+    if rows.values.dtype==bool and res.any(): res[res] = np.logical_or.reduceat(rows.values, rows.offsets[:-1][res])
+    return res
 
 @patch
 def _finish(self:SourceBuilder, encoded, counts, status):
@@ -239,13 +269,13 @@ def _finish(self:SourceBuilder, encoded, counts, status):
         for i in np.unique(owner[lengths>most]).tolist():
             n = int(lengths[groups[i]:groups[i+1]].max())
             status[i] = 'too many tokens' if cfg.overlong=='drop' else RecordError('too many tokens', f"{self.name} has {n:,} tokens, more than max_seq_len={most:,}")
-    elif cfg.overlong=='truncate': tokens,weights = _cut(tokens, most, side),_cut(weights, most, side)
+    elif cfg.overlong=='truncate': tokens,weights = (None if o is None else _cut(o, most, side) for o in (tokens,weights))
+    trained = None if weights is None else Ragged(weights.values>0, weights.offsets)
     if not self.source.list_field:
         for i in np.flatnonzero(lengths<=(1 if self.chats else 0)).tolist(): status[i] = status[i] or 'empty'
         if self.trainable and cfg.untrained=='drop':
-            some = np.logical_or.reduceat(np.append(weights.values>0, False), weights.offsets[:-1]) & (weights.lengths>0) if len(counts) else np.array([], bool)
-            for i in np.flatnonzero(~some).tolist(): status[i] = status[i] or 'no trained token'
-    mask = None if self.mask_name is None else weights if self.weighted else Ragged(weights.values>0, weights.offsets)
+            for i in np.flatnonzero(~_any_in(tokens if trained is None else trained)).tolist(): status[i] = status[i] or 'no trained token'
+    mask = None if self.mask_name is None else weights if self.weighted else trained
     return Output(tokens, mask, groups if self.source.list_field else None, lengths, _turn_rows(turns, lengths, tokens.lengths, side) if self.turns else None)
 
 # %% ../nbs/07_sections.ipynb #53e7f76f
@@ -366,8 +396,10 @@ def _check_rewards(self:_Sections, outs, status):
 
 @patch
 def build(self:_Sections, records):
-    status = [None if isinstance(o, Mapping) else RecordError('not an object', f"the record is {short_repr(o)}, expected an object") for o in records]
-    domains = [_domain(o, self.cfg.output.domain_key) if isinstance(o, Mapping) else None for o in records]
+    def usable(o): return type(o) is dict or isinstance(o, Mapping)
+    status = [None if usable(o) else RecordError('not an object', f"the record is {short_repr(o)}, expected an object") for o in records]
+    key = self.cfg.output.domain_key
+    domains = [_domain(o, key) if usable(o) else None for o in records] if key else ['__default__']*len(records)
     for i,o in enumerate(domains):
         if isinstance(o, RecordError): status[i] = o
     outs = {k:s.build(records, status) for k,s in self.sources.items()}

@@ -115,9 +115,14 @@ def joint_values(
     dtype,       # of the values
 )->tuple:        # distinct values of all, ascending; for each list the place of its values among them
     "Distinct values of all chunks, sorted (text by code point)"
-    values = pl.concat([pl.Series('', o, dtype=dtype) for o in lists]).unique().sort() if lists else pl.Series('', [], dtype=dtype)
-    place = (lambda o: find_sorted(values, o)) if values.dtype==pl.String else (lambda o: values.search_sorted(o).to_numpy())
-    return values, [np.append(place(o.alias('')) if len(o) else np.zeros(0, np.int64), -1).astype(np.int32) for o in lists]  # the last entry is for code -1
+    lists,sizes = [pl.Series('', o, dtype=dtype) for o in lists],[len(o) for o in lists]
+    values = pl.concat(lists).unique().sort() if lists else pl.Series('', [], dtype=dtype)
+    find = (lambda o: find_sorted(values, o)) if values.dtype==pl.String else (lambda o: values.search_sorted(o).to_numpy())
+    starts,places = np.flatnonzero(np.diff((np.cumsum(sizes)-sizes)//max(1, len(values)), prepend=-1)),[]
+    for a,b in zip(starts, [*starts[1:], len(lists)]): # a run of lists at once
+        found = find(pl.concat(lists[a:b])).astype(np.int32)
+        places += [np.append(o, np.int32(-1)) for o in np.split(found, np.cumsum(sizes[a:b])[:-1])] # the last entry is for code -1
+    return values, places
 
 def narrow_ids(ids:pl.Series)->pl.Series:
     "Integer ids as Int64 if they fit, else as UInt64 if they fit"
@@ -362,7 +367,7 @@ def read_sequences(
     position_col:str=None,      # column of positions; None for a `DataSource`'s time column, else `'itemPosition'`
     sub_position_col:str=None,  # column of positions inside an item, for tables with several rows for one item
     nested:bool=False,          # may an item have several rows without a column that tells them apart? They keep their order
-    casts:dict=None,            # column → polars dtype: floats are cast, an integer dtype cuts floats to whole numbers
+    casts:dict=None,            # column → polars dtype: a float dtype takes numbers, and whole ones only if it holds them exactly; an integer dtype cuts floats to whole numbers
     temporal=None,              # columns that may be dates and times; their integers are read
     nulls='error',              # `'error'`, `'unknown'`, `'mean'`, `'zero'` (each may end in `'+indicator'`), `'drop_row'`; or {column or `'*'`: rule}
     gaps:str='error',           # or `'renumber'`: number the items of a sequence in their order

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np, polars as pl, pyarrow as pa
 
 from .hashing import content_hash, file_hash
-from .ragged import lengths_to_offsets
+from .ragged import arrow_array, lengths_to_offsets
 from .vocab import dictionary_encode
 
 # %% ../nbs/11a_spill.ipynb #6fdea1b5
@@ -25,8 +25,8 @@ def write_arrays(
     "Write named arrays of different lengths to one Arrow IPC file"
     cols = {}
     for name,a in arrays.items():
-        a = a if isinstance(a, pa.Array) else pa.array(a)
-        cols[name] = pa.LargeListArray.from_arrays(pa.array([0,len(a)], pa.int64()), a)
+        a = a if isinstance(a, pa.Array) else arrow_array(a)
+        cols[name] = pa.LargeListArray.from_arrays(arrow_array(np.array([0,len(a)])), a)
     batch = pa.record_batch(list(cols.values()), names=list(cols))
     with pa.OSFile(str(path), 'wb') as f, pa.ipc.new_file(f, batch.schema) as w: w.write_batch(batch)
     return Path(path)

@@ -164,7 +164,7 @@ class Shape:
     def __init__(self, parts, asked, rendering):
         self.parts = [o if type(o) is str else None for o in parts]
         self.holes = [(p, o.message, o.key, o.ops) for p,o in enumerate(parts) if type(o) is not str]
-        self.asked,self.to_check,self.recipes = [(*k, v) for k,v in asked.items()],2,{}
+        self.asked,self.to_check,self.recipes,self.known = [(*k, v) for k,v in asked.items()],2,{},{}
         sizes = [len(o) if type(o) is str else len(_worked(o.value, o.ops)) for o in parts]
         border = {at:p for p,at in enumerate(accumulate(sizes, initial=0))}
         self.turns = [t and (border[t[0]],border[t[1]]) for t in rendering.turns]
@@ -208,11 +208,17 @@ def _shape_of(template, program, messages, kwargs):
 # %% ../nbs/07ab_template_shapes.ipynb #c9c2e289
 _PLAIN = {str,int,float,bool,type(None)}
 
+@functools.lru_cache(maxsize=256)
+def _turn_kind(role): return ('role',str,role),'content',None
+
 def _kind(messages, kwargs, reasoning):
     "What conversations of one shape have in common; None if they can have no shape"
     res = []
     for m in messages:
         if type(m) is not dict: return None
+        if len(m)==2 and next(iter(m))=='role' and type(role := m['role']) is str and type(text := m.get('content')) is str and text and not text.isspace(): # by far the most
+            res += _turn_kind(role)
+            continue
         for k,v in m.items():
             t = type(v)
             if t is str and k!='role' and v and not v.isspace(): res.append(k)
@@ -293,3 +299,19 @@ def _answer(self:Shape, template, first, stop):
     if inside := [a for a,b in self.blocks if first<=a and b<=stop]: return inside[0],0
     head = self.parts[first] or ''
     return (first,len(template.prompt)) if template.fixed_prompt and template.prompt and head.startswith(template.prompt) else None
+
+# %% ../nbs/07ab_template_shapes.ipynb #79df46a2
+@patch
+def ranges(self:Shape,
+    what:str, # see `place`
+    trained, # whether each message is trained, or its weight
+): # list of (part, characters, part, characters, message); None unless all are known
+    "What `place` has told of all messages that are trained"
+    key = what,*trained
+    if key not in self.known:
+        places = self.recipes.get(what, {})
+        mine = [i for i,yes in enumerate(trained) if yes]
+        if not all(places.get(i) for i in mine): return None
+        if len(self.known)>100: self.known.clear()
+        self.known[key] = [(*places[i], i) for i in mine]
+    return self.known[key]

@@ -445,6 +445,9 @@ def spans(self:ChatTemplate,
     own = {k:v for k,v in kwargs.items() if k not in ('tools','documents','add_generation_prompt')}
     if own!=self.prompt_kwargs: self.prompt,self.prompt_kwargs = None,own
     found = self._find(messages, kwargs)
+    if found and what!='generation' and (ranges := found[0].ranges(what, trained)) is not None:
+        shape,r,at = found
+        return r,sorted((s,e,i) for a,x,b,y,i in ranges if (s := at[a]+x)<(e := at[b]+y))
     if found is None:
         given,messages = messages,plain_messages(messages)
         found = messages!=given and self._find(messages, kwargs, True) or (None,self._run(messages, **kwargs),None)

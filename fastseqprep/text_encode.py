@@ -4,16 +4,18 @@
 
 # %% auto #0
 __all__ = ['MOST_VALUES', 'fields_read', 'source_texts', 'source_hashes', 'builder_place', 'builder_class', 'text_tools',
-           'keeps_turns', 'Scratch', 'read_scratch', 'in_order', 'encode_split', 'encode_specs']
+           'keeps_turns', 'Scratch', 'read_scratch', 'in_order', 'rare_gc', 'encode_split', 'encode_specs']
 
 # %% ../nbs/19c_text_encode.ipynb #4f1bd8d2
-import functools, importlib, json, os
+import functools, gc, importlib, json, os, threading
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
+from .fast_encoder import open_tokenizer
 from .hashing import split_position, stable_hash
 from .pieces import RecordError, checked_text, short_repr
 import fastseqprep.preferences # registers its builder, in worker processes too
@@ -89,7 +91,7 @@ def text_tools(
     builder:type, # class of the builder
 )->tuple: # `TextConfig`, `TextTokenizer`, builder
     "Configuration, tokenizer and builder, made once in a process"
-    cfg,tok = TextConfig(**json.loads(config)),TextTokenizer(tokenizer)
+    cfg,tok = TextConfig(**json.loads(config)),open_tokenizer(tokenizer, encoder!='tokenizers')
     if tok.hash!=digest: raise ValueError(f"{tokenizer} holds another tokenizer than when the run began: restore it, or run the job again")
     return cfg,tok.use(encoder),builder(cfg, tok, keeps_turns(cfg))
 
@@ -133,7 +135,8 @@ class Scratch:
     ):
         "Add the records of a batch"
         if not len(built): return
-        codes = np.array([self.domains.setdefault(d, len(self.domains)) for d in built.domains], np.int32)
+        for d in dict.fromkeys(built.domains): self.domains.setdefault(d, len(self.domains))
+        codes = np.fromiter(map(self.domains.get, built.domains), np.int32, len(built))
         self.outs.append(built.outputs); self.masks = built.masks
         self.more.append((codes, np.asarray(lines, np.int64)[built.rows], hashes, places))
         self.n += sum(len(o.values.values) for o in built.outputs.values())
@@ -173,6 +176,25 @@ def in_order(
                 if len(waiting)>n: yield waiting.popleft().result()
             while waiting: yield waiting.popleft().result()
 
+# %% ../nbs/19c_text_encode.ipynb #185f14d6
+_gc = dict(lock=threading.Lock(), inside=0)
+
+@contextmanager
+def rare_gc(
+    objects:int=200_000, # new ones after which Python looks for circles
+):
+    "Look for circles of objects less often"
+    with _gc['lock']:
+        if not _gc['inside']: _gc['before'] = gc.get_threshold()
+        first,*rest = _gc['before']
+        if first: gc.set_threshold(max(first, objects), *rest)
+        _gc['inside'] += 1
+    try: yield
+    finally:
+        with _gc['lock']:
+            _gc['inside'] -= 1
+            if not _gc['inside']: gc.set_threshold(*_gc['before'])
+
 # %% ../nbs/19c_text_encode.ipynb #686f15c2
 class _Counts:
     "What became of records"
@@ -195,8 +217,9 @@ def _built(builder, cfg, batch):
     counts.read += len(records)
     for i,r in zip(lines, records):
         if isinstance(r, RecordError): _failed(cfg, counts, i, r.reason, str(r))
-    good = [j for j,r in enumerate(records) if not isinstance(r, RecordError)]
-    lines,records = [lines[j] for j in good],[records[j] for j in good]
+    if counts.dropped:
+        good = [j for j,r in enumerate(records) if not isinstance(r, RecordError)]
+        lines,records = [lines[j] for j in good],[records[j] for j in good]
     if cfg.validation and cfg.validation_key:
         kept = []
         for j,r in enumerate(records):
@@ -217,19 +240,25 @@ def _failed(cfg, counts, line, reason, message):
 
 def encode_split(
     spec:dict, # split, config (JSON), tokenizer and its hash, encoder, builder, stem: see `encode_specs`
+    alone:bool=True, # or are other splits encoded by other threads of this process?
+    stopped=None, # function that says whether nobody wants the result any more
 )->dict: # lines, read, kept, dropped, first, error, files, domains
     "Encode the records of a split into scratch files"
+    with rare_gc(): return _encode_split(spec, alone, stopped or (lambda: False))
+
+def _encode_split(spec, alone, stopped):
     name,place = spec['builder']
     cfg,tok,builder = text_tools(spec['config'], spec['tokenizer'], spec['hash'], spec['encoder'], builder_class(name, place))
     fields = fields_read(cfg)
     counts,scratch,n = _Counts(),Scratch(spec['stem']),0
-    ahead = (2 if tok.encoder.name=='tokenizers' else 1) if builder.side_by_side else 0
+    ahead = (2 if tok.encoder.name=='tokenizers' else 1) if builder.side_by_side and alone else 0
     for found in in_order(lambda o: o if isinstance(o, int) else _built(builder, cfg, o), read_split(InputSplit(*spec['split'])), ahead):
+        if stopped(): raise CancelledError('the run has ended')
         if isinstance(found, int): n = found; continue
         b,lines,records,more = found
         counts.add(more)
         if counts.error is not None: break
-        kept = [records[i] for i in b.rows]
+        kept = [records[i] for i in b.rows.tolist()] if cfg.dedupe or cfg.validation else []
         texts = source_texts(kept, fields, cfg.types=='lenient') if cfg.dedupe or cfg.validation and not cfg.validation_key else None
         places = split_position(_key_texts(kept, cfg.validation_key) if cfg.validation_key else texts, cfg.seed) if cfg.validation else None
         scratch.add(b, lines, source_hashes(texts) if cfg.dedupe else None, places)

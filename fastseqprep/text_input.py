@@ -8,6 +8,7 @@ __all__ = ['SUFFIXES', 'TextFile', 'text_file', 'list_inputs', 'InputSplit', 'in
 # %% ../nbs/13_text_input.ipynb #2991cc86
 import glob, gzip, json, os
 from bisect import bisect_right
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -120,15 +121,13 @@ def _arrow_errors(path, read):
 def _range_lines(f, start, stop):
     "Lines that begin in a range of bytes"
     f.seek(max(start-1, 0))
-    data = f.read(stop-max(start-1, 0))
+    lines = f.read(stop-max(start-1, 0)).split(b'\n')
     if start:
-        at = data.find(b'\n')+1
-        if not at: return []
-        data = data[at:]
-    if data and not data.endswith(b'\n'):
-        rest = [f.readline()]
-        data += b''.join(rest)
-    return _cut_lines(data)
+        if len(lines)==1: return []
+        del lines[0] # it began before
+    if lines[-1]: lines[-1] += f.readline().removesuffix(b'\n')
+    else: lines.pop()
+    return lines
 
 def _cut_lines(data):
     lines = data.split(b'\n')
@@ -146,17 +145,24 @@ def _blocks_of_lines(f, size):
 
 # %% ../nbs/13_text_input.ipynb #fd455238
 _BLANK = object()
+_record = partial(from_json, cache_strings='keys') # twice as quick as json, and says less about what is wrong
 
 def _parsed(line):
     "The record in a line, an error, or `_BLANK`"
     line = line.strip()
     if not line: return _BLANK
-    try: return from_json(line, cache_strings='keys') # twice as quick as json, and says less about what is wrong
+    try: return _record(line)
     except ValueError: pass
     try: return json.loads(line.decode('utf-8'))
     except UnicodeDecodeError as e: return RecordError('bad text', f'the line is not UTF-8: byte 0x{line[e.start]:02x} at place {e.start}')
     except json.JSONDecodeError as e: return RecordError('not JSON', f"the line is not JSON: {e.msg.removesuffix(' at')} at character {e.pos}")
     except (ValueError,RecursionError) as e: return RecordError('not JSON', f'the line cannot be read as JSON: {e}')
+
+def _numbered(n, lines):
+    "Numbers of lines, the first of which is `n`, and their records; nearly always all lines are good, so that is tried first"
+    try: return list(range(n, n+len(lines))),list(map(_record, lines))
+    except ValueError: found = [(i, o) for i,o in enumerate(map(_parsed, lines), n) if o is not _BLANK]
+    return [i for i,_ in found],[o for _,o in found]
 
 def _line_batches(blocks, size, first):
     "(line numbers from 0, records) of blocks of lines; those that are the first of a file may begin with a mark"
@@ -167,8 +173,7 @@ def _line_batches(blocks, size, first):
         lo,ends = 0,list(accumulate(map(len, lines)))
         while lo<len(lines):
             hi = max(lo+1, bisect_right(ends, size+(ends[lo-1] if lo else 0)))
-            found = [(n+i, o) for i,o in zip(range(lo, hi), map(_parsed, lines[lo:hi])) if o is not _BLANK]
-            yield [i for i,_ in found], [o for _,o in found]
+            yield _numbered(n+lo, lines[lo:hi])
             lo = hi
         n += len(lines)
     yield n

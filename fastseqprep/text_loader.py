@@ -203,6 +203,9 @@ def join(self:TextLoader,
 def _is_rectangle(self:TextLoader): return self.recs.unit=='window'
 
 @patch
+def _token_bytes(self:TextLoader): return 128
+
+@patch
 def _usual_tokens(self:TextLoader, epoch):
     "Tokens that a batch of this rank has at most, by and large, with padding"
     plan = self.plan_of(epoch)
@@ -251,7 +254,6 @@ def as_text_data(
     if hasattr(what, 'store'): return TextDataset.load(train_type, store=what.store(kwargs.pop('part', None), kwargs.pop('domains', None)), **kwargs)
     return TextDataset.load(train_type, what, **kwargs)
 
-def _as_is(b): return b
 
 @delegates(TextLoader)
 def text_dl(
@@ -271,5 +273,5 @@ def text_dl(
 )->EpochDataLoader: # a torch `DataLoader` of whole batches
     "A torch `DataLoader` of batches of text"
     data = as_text_data(what, train_type, unit=unit, window_size=window_size, stride=stride, part=part, domains=domains, tokenizer_path=tokenizer_path, max_len=max_len, lazy=lazy, config=config, cross_documents=cross_documents)
-    return EpochDataLoader(TextLoader(data, max_tokens, shuffle, **kwargs), batch_size=None, num_workers=num_workers, collate_fn=_as_is, pin_memory=pin_memory, timeout=timeout,
+    return EpochDataLoader(TextLoader(data, max_tokens, shuffle, **kwargs), batch_size=None, num_workers=num_workers, pin_memory=pin_memory, timeout=timeout,
                            persistent_workers=persistent_workers, prefetch_factor=prefetch_factor, multiprocessing_context=multiprocessing_context)

@@ -6,14 +6,17 @@
 __all__ = ['as_text_config', 'check_sendable', 'TextPipeline', 'sample_of', 'TextResult']
 
 # %% ../nbs/22_text.ipynb #f3b19f72
-import html, inspect, json, os, time
+import html, inspect, json, os, threading, time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from fastcore.basics import patch
 
-from .fast_encoder import EncoderDiffers, PlainEncoder, choose_encoder, some_texts
+from .fast_encoder import EncoderDiffers, PlainEncoder, aside, choose_encoder, open_tokenizer, some_texts
 from .files import *
 from .hashing import content_hash
 from .resume import begin_run
@@ -21,7 +24,7 @@ from .runner import Runner
 from .sections import builders
 from .store import Ledger, OutputFile, input_files
 from .text_config import TextConfig, is_value
-from .text_encode import builder_place, encode_specs, encode_split
+from .text_encode import builder_place, encode_specs, encode_split, rare_gc
 from .text_input import input_splits, list_inputs, read_split
 from .text_shards import EncodedRecords, limited_outputs, plan_shards, write_text_shard
 from .text_tokenizer import TextTokenizer
@@ -50,7 +53,7 @@ class TextPipeline:
         output_dir, # folder to write to
         tokenizer_path=None, # folder with tokenizer.json; by default the configuration's
         *,
-        n_workers:int=0, # worker processes; 0 works in this process
+        n_workers:int=0, # worker processes, which take a second to start and pay for gigabytes; 0 works in threads of this process
         executor=None, # or any `concurrent.futures.Executor`, such as that of a Dask client
         overwrite:bool=False, # replace the output of another run
         progress:bool=True, # show a progress bar in notebooks and terminals
@@ -113,6 +116,21 @@ def sample_of(
         except Exception: pass
     return some_texts([o for o in records if isinstance(o, dict)], seed)
 
+# %% ../nbs/22_text.ipynb #7b27f874
+def _n_threads(cfg, encoder, n):
+    "Threads of this process that do `n` splits"
+    return min(n, os.cpu_count() or 1, 3 if encoder=='tokenizers' else 2) if builders[cfg.builder].side_by_side else 1
+
+@contextmanager
+def _threads(n):
+    "A pool of threads, and a function that says whether it is at its end; or neither, for one"
+    if n<2: yield None,None
+    else:
+        over = threading.Event()
+        with ThreadPoolExecutor(n) as pool:
+            try: yield pool,over.is_set
+            finally: over.set()
+
 # %% ../nbs/22_text.ipynb #2d2dbe4b
 @patch
 def _encode(self:TextPipeline, run, files, tok, encoder):
@@ -122,8 +140,9 @@ def _encode(self:TextPipeline, run, files, tok, encoder):
     notes = run.notes(f'encode-{encoder.name}')
     found = {i:r for i in range(len(specs)) if (r := notes.get(i)) is not None and all(os.path.exists(f'{folder}/{f}') for f in r['files'])}
     todo = [i for i in range(len(specs)) if i not in found]
-    with Runner(min(self.n_workers, len(todo) or 1), self.executor, self.progress) as runner:
-        results = runner.iter(encode_split, [specs[i] for i in todo], 'encode')
+    n = 1 if self.n_workers or self.executor is not None else _n_threads(self.cfg, encoder.name, len(todo))
+    with _threads(n) as (pool,over), Runner(min(self.n_workers, len(todo) or 1), pool or self.executor, self.progress, max_pending=pool and n+1) as runner:
+        results = runner.iter(partial(encode_split, alone=False, stopped=over) if pool else encode_split, [specs[i] for i in todo], 'encode')
         for i,spec in enumerate(specs):
             if i not in found:
                 res = next(results)
@@ -171,11 +190,15 @@ def _settings(self:TextPipeline, tok, files, inputs):
 @patch
 def run(self:TextPipeline): # a `TextResult`
     "Do the job, go on with one that was killed, or find that it is done"
-    began = time.monotonic()
+    with rare_gc(): return self._run(time.monotonic())
+
+@patch
+def _run(self:TextPipeline, began):
     fs,out = fs_of(self.output_dir)
     if fs.isfile(out): raise FileExistsError(f"{self.output_dir} is a file, expected a folder to write to: choose another output_dir")
-    files,tok = list_inputs(self.inputs),TextTokenizer(self.tokenizer_path)
-    made,inputs = not exists(self.output_dir),input_files(dict.fromkeys(f.path for f in files))
+    files = list_inputs(self.inputs)
+    hashed = aside(input_files, list(dict.fromkeys(f.path for f in files)))
+    tok,made,inputs = open_tokenizer(self.tokenizer_path, self.fast),not exists(self.output_dir),hashed.result()
     names = tuple(f'{p}*/shard_*/{o}' for p in ('','*/') for o in ('*.bin','meta.json'))
     try:
         with begin_run(self.output_dir, 'text', self._settings(tok, files, inputs), inputs, names, self.overwrite) as run:
@@ -199,7 +222,8 @@ def _work(self:TextPipeline, run, files, tok):
     if not plans: raise _nothing_left(read)
     specs = [dict(plan=list(p), config=json.dumps(self.cfg.resolved()), files=read.scratch[p.parts[0]:p.parts[1]], n_ids=tok.n_ids, out=os.fspath(run.out)) for p in plans]
     del enc
-    with Runner(min(self.n_workers, len(specs)) if len(specs)>1 else 0, self.executor, self.progress) as runner: done = runner.run(write_text_shard, specs, 'write', run.notes('write'))
+    with _threads(1 if self.n_workers or self.executor is not None else min(len(specs), 2)) as (pool,_), Runner(min(self.n_workers, len(specs)) if len(specs)>1 else 0, pool or self.executor, self.progress) as runner:
+        done = runner.run(write_text_shard, specs, 'write', run.notes('write'))
     self._finish(run, read, tok, encoder, plans, packing, done, tokens)
 
 @patch

@@ -7,14 +7,15 @@ __all__ = ['SLICE_TOKENS', 'EncodedRecords', 'first_of_equals', 'is_packed', 'li
            'shard_numbers', 'pack_rows', 'ShardPlan', 'is_moved', 'plan_shards', 'shard_arrays', 'write_text_shard']
 
 # %% ../nbs/19d_text_shards.ipynb #1b28dc27
-import json
+import hashlib, json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from fastcore.basics import patch
 
-from .files import safe_join
+from .files import file_size, safe_join
 from .pack import Packing, cut_rows, pack
 from .ragged import Ragged, lengths_to_offsets, range_index
 from .sections import as_dtype
@@ -145,9 +146,10 @@ def shard_numbers(
     domains, # (n,) domain of each record, as a number
 )->np.ndarray: # (n,) int64 number of the shard within its domain
     "Shards of a domain numbered through"
-    pairs,inverse = np.unique(np.stack([domains, flushes], 1), axis=0, return_inverse=True)
-    first = np.searchsorted(pairs[:,0], pairs[:,0], 'left')
-    return (np.arange(len(pairs))-first)[inverse.reshape(-1)]
+    n = max(flushes, default=0)+1
+    pairs,inverse = np.unique(np.asarray(domains, np.int64)*n+flushes, return_inverse=True)
+    first = np.searchsorted(pairs//n, pairs//n, 'left')
+    return (np.arange(len(pairs))-first)[inverse]
 
 # %% ../nbs/19d_text_shards.ipynb #c43dbcd9
 def pack_rows(
@@ -326,6 +328,19 @@ def _positions(cfg, offsets, pieces, mode):
     starts = offsets[:-1] if mode=='continuous' else pieces[:,1] if pieces is not None else np.zeros_like(lengths)
     return ShardArray((as_dtype(range_index(starts[s], lengths[s]), dtype, 'position_ids') for s in _slices(lengths)), dtype, offsets)
 
+class _Hashed:
+    "Slices of an output, hashed by another thread while they are written"
+    def __init__(self, array, pool): self.slices,self.dtype,self.pool,self.sha,self.last = array.slices,np.dtype(array.dtype).newbyteorder('<'),pool,hashlib.sha256(),None
+    def __iter__(self):
+        for o in self.slices:
+            o = np.ascontiguousarray(o, self.dtype)
+            self.digest() # one at a time, and in order
+            self.last = self.pool.submit(self.sha.update, o)
+            yield o
+    def digest(self):
+        if self.last is not None: self.last.result()
+        return self.sha.hexdigest()
+
 def write_text_shard(
     spec:dict, # plan, config (JSON), scratch files, n_ids, out
 )->dict: # outputs, tokens
@@ -338,6 +353,13 @@ def write_text_shard(
     arrays = shard_arrays(enc, records, pieces, spec['n_ids'])
     packed = pieces is not None and cfg.preprocessing.packing_strategy!='simple'
     told = np.stack([a['numbers'][pieces[:,0]], pieces[:,1]], 1) if plan.told else None
-    files = write_token_shard(lambda n: safe_join(spec['out'], f'{plan.name}/{n}'), arrays, bins if packed else None, told)
-    outputs = [OutputFile.of(spec['out'], f'{plan.name}/{f}', 'metadata' if f=='meta.json' else 'shard', None if k is None else plan.records, k).model_dump() for f,k in files.items()]
+    path_of = lambda n: safe_join(spec['out'], f'{plan.name}/{n}')
+    with ThreadPoolExecutor(1) as pool:
+        for a in arrays.values(): a.values = _Hashed(a, pool)
+        files = write_token_shard(path_of, arrays, bins if packed else None, told)
+        hashes = {f'{k}.bin':a.values.digest() for k,a in arrays.items()}
+    def output(f, n):
+        about = dict(name=f'{plan.name}/{f}', kind='metadata' if f=='meta.json' else 'shard', rows=None if n is None else plan.records, tokens=n)
+        return (OutputFile(**about, bytes=file_size(path_of(f)), sha256=hashes[f]) if f in hashes else OutputFile.of(spec['out'], **about)).model_dump()
+    outputs = [output(f, n) for f,n in files.items()]
     return dict(outputs=outputs, tokens={k:int(v.offsets[-1]) for k,v in arrays.items()}, rows=len(next(iter(arrays.values())).offsets)-1)

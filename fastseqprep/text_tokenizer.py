@@ -6,7 +6,7 @@
 __all__ = ['TextTokenizer', 'bad_text']
 
 # %% ../nbs/07b_text_tokenizer.ipynb #df320d55
-import functools, hashlib, json, os, unicodedata
+import hashlib, json, os, unicodedata
 from itertools import chain
 from pathlib import Path
 import numpy as np
@@ -44,13 +44,16 @@ def _templates(folder, config):
 # %% ../nbs/07b_text_tokenizer.ipynb #439157bc
 class _Opened:
     "What a tokenizer.json holds: twice the tokenizer, with and without what adds special tokens, its vocabulary, and a hash"
-    def __init__(self, text):
+    def __init__(self, text, told=None):
         state = json.loads(text)
         changed = state.get('truncation') or state.get('padding') or state['model'].get('dropout')
         state |= dict(truncation=None, padding=None)
         if state['model'].get('dropout'): state['model']['dropout'] = None
-        self.full = self.bare = Tokenizer.from_str(json.dumps(state) if changed else text)
-        if state.get('post_processor'): self.bare = Tokenizer.from_str(json.dumps({**state, 'post_processor':None})) # it may also take blanks out of offsets
+        if changed: text = json.dumps(state)
+        bare = json.dumps({**state, 'post_processor':None}) if state.get('post_processor') else text # it may also take blanks out of offsets
+        if told: told(bare)
+        self.full = self.bare = Tokenizer.from_str(text)
+        if bare is not text: self.bare = Tokenizer.from_str(bare)
         self.hash = hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest() # of the content, not of how the file is laid out
         self.added = dict(self.full.get_added_tokens_decoder())
         self.vocab = self.full.get_vocab(with_added_tokens=True)
@@ -58,14 +61,21 @@ class _Opened:
         self.widths,self.composed = _byte_widths(state, self),state.get('normalizer') is not None
         self.native = {} # what faster encoders have made of it
 
-@functools.lru_cache(maxsize=2)
-def _open_bytes(data): return _Opened(data.decode('utf-8-sig'))
+_last = {} # bytes → what they hold, of the last two files
+
+def _open_bytes(data, told=None):
+    if (res := _last.get(data)) is None:
+        res = _Opened(data.decode('utf-8-sig'), told)
+        for o in list(_last)[:-1]: _last.pop(o, None)
+        _last[data] = res
+    return res
 
 # %% ../nbs/07b_text_tokenizer.ipynb #9e3da082
 class TextTokenizer:
     "A model's tokenizer with its special tokens and chat templates"
     def __init__(self,
         path, # folder with tokenizer.json, or the file
+        told=None, # function that gets the tokenizer's JSON before it is opened, so that another program can open it meanwhile
     ):
         path = Path(os.path.expanduser(os.fspath(path)))
         file,self.folder = (path,path.parent) if path.is_file() else (path/'tokenizer.json',path)
@@ -76,11 +86,11 @@ class TextTokenizer:
         self.special_tokens,self.map_tokens = _special_tokens(config, more)
         self.templates = {} if alone else _templates(self.folder, config)
         self.encoder = None # encodes instead of `tokenizers`, where there is one
-        self._open(file)
+        self._open(file, told)
 
-    def _open(self, file):
+    def _open(self, file, told):
         data = file.read_bytes()
-        try: o = _open_bytes(data)
+        try: o = _open_bytes(data, told)
         except Exception as e:
             if 'model' not in _read_json(file): raise ValueError(f"{file} is not a tokenizer of Hugging Face's tokenizers: it has no 'model'") from None
             raise ValueError(f"{self.path} cannot be opened as a tokenizer: {e}") from None
@@ -192,8 +202,9 @@ def use(self:TextTokenizer,
 def _byte_ends(self:TextTokenizer, texts, ids):
     "End of each token in bytes, all texts end to end; start of each text there; and whether that is right"
     n = np.fromiter((len(o) if o.isascii() else len(o.encode()) for o in texts), np.int64, len(texts))
-    ends = np.cumsum(self._widths[ids.values], dtype=np.int64)
-    base = np.where(ids.offsets>0, ends[ids.offsets-1], 0) if len(ends) else np.zeros(len(ids)+1, np.int64)
+    small = int(self._widths.max(initial=0))*len(ids.values)<1<<31 # half the memory to go through
+    ends = np.cumsum(self._widths[ids.values], dtype=np.int32 if small else np.int64)
+    base = np.where(ids.offsets>0, ends[ids.offsets-1], 0).astype(np.int64) if len(ends) else np.zeros(len(ids)+1, np.int64)
     same = [not self._composed or o.isascii() or unicodedata.is_normalized('NFC', o) for o in texts]
     return ends, base[:-1], (np.diff(base)==n) & same
 
@@ -239,7 +250,7 @@ def encode_spans(self:TextTokenizer,
     ends,base,right = self._byte_ends(texts, ids)
     res,ok = np.zeros_like(spans),right[rows]
     if ok.any():
-        at = _in_bytes(texts, rows[ok], spans[ok])+base[rows[ok]][:,None]
+        at = (_in_bytes(texts, rows[ok], spans[ok])+base[rows[ok]][:,None]).astype(ends.dtype)
         found = np.stack([np.searchsorted(ends, at[:,0], 'right'), np.where(at[:,1]>0, np.searchsorted(ends, at[:,1], 'left')+1, 0)], 1) # a token begins where the one before ends
         res[ok] = np.clip(found, ids.offsets[:-1][rows[ok]][:,None], ids.offsets[1:][rows[ok]][:,None])
     if not ok.all():

@@ -9,6 +9,7 @@ __all__ = ['metadata_of_run', 'run_ids', 'stored_metadata', 'split_facts_of', 'c
 # %% ../nbs/30d_window_data.ipynb #562646bd
 import os, re, shutil, weakref
 from contextlib import ExitStack
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
@@ -16,8 +17,8 @@ import numpy as np
 from fastcore.basics import patch
 from numpy.lib.stride_tricks import as_strided
 
-from .blockfiles import long_to_block, wide_to_block, block_writer, read_block, split_files
-from .blocks import BlockSchema, WindowBlock, stored_dtype, strict_cast
+from .blockfiles import long_to_block, wide_to_block, block_writer, read_block, split_files, typed_block
+from .blocks import BlockSchema, WindowBlock
 from .files import StoreError, as_path, exists, file_size, is_remote, read_json, safe_join, write_json
 from .hashing import content_hash
 from .payload import check_pt_sums, coordinate_names, layout_registry
@@ -127,17 +128,6 @@ def _pieces(path, names, size=1<<18):
         yield long_to_block(path, rest, list(names))
     if empty: yield read_block(path, names)
 
-def _typed(block, dtypes, path)->WindowBlock:
-    "Features of the long layout in their own dtypes"
-    def one(c, v):
-        t = stored_dtype(dtypes[c]) if c in dtypes else v.dtype
-        if v.dtype==t: return v
-        res = v.astype(t)
-        if v.dtype.kind=='f' and t.kind!='f' and (res!=v).any(): raise StoreError(f'{path}: feature {c!r} holds {v[res!=v][0]}, which is no {t.name}')
-        return res if v.dtype.kind=='f' else strict_cast(v, t, f'feature {c!r}')
-    block.features = {c: one(c, v) for c,v in block.features.items()}
-    return block
-
 # %% ../nbs/30d_window_data.ipynb #b97ff751
 _cache_version = 2
 
@@ -160,7 +150,7 @@ def _fill(work, files, facts, whole)->list: # windows of each file
     with ExitStack() as stack:
         for i,f in enumerate(files):
             for b in ([read_block(f, facts['dtypes'])] if whole else _pieces(f, facts['dtypes'])):
-                b = check_windows(_typed(b, facts['dtypes'], f), f, facts)
+                b = check_windows(typed_block(b, facts['dtypes'], f), f, facts)
                 counts[i] += b.n
                 if b.depth_masks and facts['layouts'] is None: raise StoreError(f"{f} has windows with children, whose depth layouts {facts['source']} does not tell: pass metadata= with depth_layouts, such as the path of the run's metadata file")
                 if writer is None: writer = stack.enter_context(block_writer('bin', 'wide', work, BlockSchema.of(b, facts['layouts'])))
@@ -352,9 +342,7 @@ def _gather(v, rows, starts, size):
     if not v.flags.c_contiguous: # of records: `take` would copy all first
         if isinstance(starts, int): return v[:, starts:starts+size][rows]
         return as_strided(v, (n, w-size+1, size, *v.shape[2:]), (*v.strides[:2], *v.strides[1:]), writeable=False)[rows, starts]
-    if isinstance(starts, int):
-        if 2*size>=w: return v.take(rows, axis=0)[:, starts:starts+size]   # whole windows are copied faster than pieces
-        return v[:, starts:starts+size][rows]
+    if isinstance(starts, int): return v[:, starts:starts+size][rows]
     if size==w: return v.take(rows, axis=0)
     flat = v.reshape(-1, *v.shape[2:])
     pieces = as_strided(flat, (max(len(flat)-size+1, 0), size, *flat.shape[1:]), (flat.strides[0], *flat.strides), writeable=False)
@@ -390,16 +378,26 @@ def coordinate(self:StoredWindows,
     return self._coordinates[name].take(rows)
 
 @patch
+def _whole(self:StoredWindows, get, rows, like, room):
+    "Some windows of a feature from first slot to last"
+    if len(self.blocks)==1: return like.take(rows, axis=0) if room is None else like.take(rows, axis=0, out=self.room(room, (len(rows), *like.shape[1:]), like.dtype), mode='clip') # 'raise' would copy twice
+    out = (np.empty if room is None else partial(self.room, room))((len(rows), *like.shape[1:]), like.dtype)
+    for k,at,own in self._parts(rows): out[at] = get(self.blocks[k]).take(own, axis=0)
+    return out
+
+@patch
 def take(self:StoredWindows,
     name:str, # of a feature, or of a depth layout with `mask`
     rows:np.ndarray, # as they lie on disk
     starts, # (n,) first slot of each piece, or one for all
     size:int, # slots
     mask:bool=False, # take the mask of a depth layout
+    room:str=None, # kind of `room` to take them to, if all rows are known to be there; by default to fresh memory
 )->np.ndarray: # (n, size) or (n, size, children)
     "Pieces of some windows"
     get = lambda b: (b.depth_masks if mask else b.features)[name]
     like = get(self.blocks[0])
+    if isinstance(starts, int) and 2*size>=self.width and like.flags.c_contiguous: return self._whole(get, rows, like, room)[:, starts:starts+size] # copied faster than pieces
     at = (lambda s: starts) if isinstance(starts, int) else (lambda s: starts[s])
     return self._by_block(rows, lambda b,r,s: _gather(get(b), r, at(s), size), (size, *like.shape[2:]), like.dtype)
 
@@ -426,25 +424,34 @@ def room(self:StoredWindows,
     return _room(self._rooms.setdefault(kind, []), int(np.prod(shape))*dtype.itemsize).view(dtype).reshape(shape)
 
 class _Taken:
-    "Some windows of records, taken in one copy; asked like `StoredWindows`, for all of its rows"
-    def __init__(self, windows, rows):
-        r,size = windows.records,windows.records.dtype.itemsize
-        out = windows.room('records', (len(rows), size), np.uint8)
-        r.view(np.uint8).reshape(len(r), size).take(rows, axis=0, out=out, mode='clip') # 'raise' would copy twice
-        self.records = out.reshape(-1).view(r.dtype)
-    def coordinate(self, name, rows): return self.records[f'coordinate:{name}']
-    def take(self, name, rows, starts, size, mask=False): return self.records[f"{'mask' if mask else 'feature'}:{name}"][:, starts:starts+size]
+    "Some windows of records, taken in one copy; its `take` is asked for all of their rows"
+    def __init__(self, windows, rows, apart, few=256): # about as many windows as the processor's own cache holds
+        self.records,self.apart = windows.room('records', len(rows), windows.records.dtype),{}
+        plain = lambda r: r.view(np.uint8).reshape(len(r), r.dtype.itemsize)
+        each,out,copies = plain(windows.records),plain(self.records),[]
+        for c,(start,size,dtype) in apart.items():
+            piece = self.take(c, None, start, size)
+            self.apart[c] = windows.room(f'apart/{c}', piece.shape, dtype)
+            copies.append((self.apart[c], piece))
+        for lo in range(0, len(rows), few):
+            some = slice(lo, lo+few)
+            each.take(rows[some], axis=0, out=out[some], mode='clip') # 'raise' would copy twice
+            for own,piece in copies: np.copyto(own[some], piece[some], casting='unsafe')
+    def take(self, name, rows, starts, size, mask=False, room=None): return self.records[f"{'mask' if mask else 'feature'}:{name}"][:, starts:starts+size]
 
 @patch
 def taken(self:StoredWindows,
     rows:np.ndarray, # as they lie on disk
     names, # of the features that are asked for
     starts, # as in `take`
-):
-    "What answers `coordinate` and `take` for these rows most quickly"
-    if self.records is None or not isinstance(starts, int): return self
+    apart:dict, # feature → first slot, size and dtype of a piece that is to have memory of its own
+)->tuple: # what answers `take` most quickly; feature → piece, for those that were easy to copy at once
+    "A quick way to many pieces of the same windows"
+    if self.records is None or not isinstance(starts, int): return self,{}
     used = sum(self.records.dtype[f'feature:{c}'].itemsize for c in names)
-    return _Taken(self, rows) if 2*used>=self.records.dtype.itemsize else self
+    if 2*used<self.records.dtype.itemsize: return self,{}
+    w = _Taken(self, rows, apart)
+    return w,w.apart
 
 @patch
 def block(self:StoredWindows,

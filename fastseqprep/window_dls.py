@@ -143,6 +143,7 @@ class WindowDL(PackedDL):
         "The same loader with some settings changed"
         if drop_last: raise ValueError("drop_last=True would leave samples out of an epoch: leave it out, or make the loader with last='drop'")
         now = dict(make=self.make, tok=self.tok, shuffle=self.shuffle, records=self.records, num_workers=self.num_workers, device=self.device, **self.kwargs)
+        if dataset is not None and not isinstance(dataset, SampleSet): raise TypeError(f'the windows of a loader cannot be replaced by a {type(dataset).__name__}: make loaders of other windows with window_dls, or one with window_dl')
         if dataset is not None: now.update(make=self.make if len(dataset) else None, records=dataset.numbers)
         return WindowDL(**{**now, **kwargs})
 
@@ -156,7 +157,7 @@ class _Make:
 
 @delegates(window_samples)
 def window_dls(
-    what, # a `PreprocessResult`, or paths of splits: for training and for validation
+    what, # a `PreprocessResult`, or a pair, for training and for validation: paths of splits, `StoredWindows`, or `WindowSamples`
     train:int=0, # split of a result to train on
     valid:int=1, # split of a result to validate on
     inputs=None, # names of features; by default all
@@ -167,23 +168,34 @@ def window_dls(
     *,
     shuffle=True, # order of the training side; see `WindowLoader`
     order:str='plan', curriculum:str=None, seed:int=0, # as in `WindowLoader`
-    float_dtype='float32', # of numbers in batches
+    float_dtype='float32', # of numbers in batches; ready samples keep their own
     valid_view:dict=None, # arguments of `window_samples` that are others for validation
     encoder=None, # an `Encoder` for showing; by default that of the run
     pin_memory:bool=False, persistent_workers:bool=False, prefetch_factor:int=None, timeout:float=0, multiprocessing_context=None, # as in torch's `DataLoader`
     **kwargs
 )->DataLoaders:
     "fastai `DataLoaders` over the windows of two splits"
-    if hasattr(what, 'splits'): sides = [dict(what=what, split=train), dict(what=what, split=valid)]
-    elif isinstance(what, (list,tuple)) and len(what)==2: sides = [dict(what=what[0]), dict(what=what[1])]
-    else: raise TypeError(f'windows of {what!r} are of one split; give a PreprocessResult, or a pair: the split to train on and the one to validate on')
-    common = dict(inputs=inputs, targets=targets, float_dtype=float_dtype, **kwargs)
-    both = [window_samples(**{**common, **side, **more}) for side,more in zip(sides, ({}, valid_view or {}))]
+    both = _both_sides(what, train, valid, dict(inputs=inputs, targets=targets, float_dtype=float_dtype, **kwargs), valid_view)
     if bad := [name for name,s in zip(('training','validation'), both) if not len(s)]: raise ValueError(f'there is no sample for {bad[0]}: {both[bad[0]=="validation"].windows.path} has none')
     if encoder is None: encoder = _encoder_of(getattr(what, 'metadata_path', None), [s.windows.path for s in both])
     own = dict(pin_memory=pin_memory, persistent_workers=persistent_workers, prefetch_factor=prefetch_factor, timeout=timeout, multiprocessing_context=multiprocessing_context)
     dls = [WindowDL(_Make(s, batch_size=batch_size, order=order, curriculum=curriculum, seed=seed), encoder, how, None, num_workers, **own) for s,how in zip(both, (shuffle, False))]
     return DataLoaders(*dls, device=torch.device(device or default_device()))
+
+def _both_sides(what, train, valid, keys, valid_view)->list: # of `WindowSamples`
+    "The samples for training and for validation"
+    if hasattr(what, 'splits'):
+        n = len(what.splits)
+        if odd := [f'{side}={i}' for side,i in dict(train=train, valid=valid).items() if not 0<=i<n]:
+            raise ValueError(f"{odd[0]}: the result has {n} split{'s'*(n!=1)}, numbered from 0; name another with train= and valid=, or preprocess with a share for each in split_ratios")
+        sides = [dict(what=what, split=train), dict(what=what, split=valid)]
+    elif isinstance(what, (list,tuple)) and len(what)==2: sides = [dict(what=what[0]), dict(what=what[1])]
+    else: raise TypeError(f'window_dls got {what!r}; give a PreprocessResult, or a pair: the split to train on and the one to validate on')
+    made = [isinstance(o['what'], WindowSamples) for o in sides]
+    if not any(made): return [window_samples(**{**keys, **side, **more}) for side,more in zip(sides, ({}, valid_view or {}))]
+    if not all(made): raise TypeError('window_dls got WindowSamples and something else; give it two WindowSamples, or two of what window_samples takes')
+    if given := [k for k,v in {**keys, 'valid_view':valid_view}.items() if v not in (None,'float32')]: raise ValueError(f"{', '.join(given)}: samples are made already, so give these to window_samples")
+    return [o['what'] for o in sides]
 
 def _encoder_of(metadata, paths):
     "The encoder of a run, if what it has kept is enough for one"
@@ -206,6 +218,13 @@ def sequences_of(
     return s.to_frame().join(pl.read_parquet(io.BytesIO(read_bytes(file))), 'sequenceId', 'left', maintain_order='left')['id'].alias('sequenceId')
 
 # %% ../nbs/32b_window_dls.ipynb #e3616525
+def _masked(inputs, hidden)->np.ndarray: # (C,) bool
+    "Which hidden slots show a model nothing: all of their values are those that stand for it, 2 for ids and 0 for numbers"
+    for v,there in inputs.values():
+        nothing = v==(0 if v.dtype.kind=='f' else 2)
+        hidden = hidden & (nothing if v.ndim==1 else (nothing | (False if there is None else ~there)).all(1))
+    return hidden
+
 class ShownSamples:
     "Some decoded samples; shows itself as text and as HTML"
     def __init__(self,
@@ -248,8 +267,9 @@ class ShownSamples:
         name = sequences_of(self.samples, [seq], self.encoder)[0]
         there = lambda b,what,k: b[f'{what}:{self.samples.layouts[k]}'][i].cpu().numpy() if k in self.samples.layouts else None
         items = [str(int(o)+p) if ok else '' for p,ok in enumerate(real)]
-        lines = [('position', items)]
-        lines += [(k, self._texts(k, v[i].cpu().numpy(), real, there(x, 'depth_valid_mask', k))) for k,v in inputs_of(x).items()]
+        lines,read = [('position', items)],{k: (v[i].cpu().numpy(), there(x, 'depth_valid_mask', k)) for k,v in inputs_of(x).items()}
+        masked = _masked(read, x['bert_mask'][i].numpy()) if 'bert_mask' in x else np.zeros_like(real)
+        lines += [(k, ['[mask]' if m and c else c for c,m in zip(self._texts(k, v, real, children), masked)]) for k,(v,children) in read.items()]
         for k,v in targets_of(y).items():
             children = there(y, 'target_depth_valid_mask', k)
             lines.append((f'→ {k}', self._texts(k, v[i].cpu().numpy(), asked, children)))
@@ -328,6 +348,7 @@ def predictions_frame(
     encoder=None, # to decode with; by default that of the loader
 )->pl.DataFrame: # sequenceId, itemPosition (of the target), inputPosition (that was asked), then for each target TARGET, TARGET_guess and, for categories, TARGET_p
     "A model's answers, by sequence and position"
+    if not isinstance(dl, WindowDL): raise TypeError(f'dl is a {type(dl).__name__}, expected the loader of one side, such as dls.valid')
     model,samples,encoder = getattr(model, 'model', model),dl.samples,dl.tok if encoder is None else encoder
     if deep := [c for c in samples.targets if c in samples.layouts]: raise ValueError(f'target {deep[0]!r} is of children, but predictions_frame is of targets that belong to items: name others with targets=')
     was,found = model.training,[]

@@ -186,6 +186,9 @@ def batches(self:WindowLoader,
     return self._batches(epoch, self.steps(epoch, start)[worker::n_workers], tensors=True)
 
 @patch
+def _token_bytes(self:WindowLoader): return 128
+
+@patch
 def _usual_tokens(self:WindowLoader, epoch):
     "The size of a batch, in the tokens that room in shared memory is counted in"
     return -(-(self._bytes()+4096)//128)
@@ -255,8 +258,6 @@ def window_samples(
     return WindowSamples(w, view, inputs, targets, **kwargs)
 
 # %% ../nbs/30g_window_loader.ipynb #a8fe3f4a
-def _as_is(b): return b
-
 @delegates(window_samples)
 def window_dl(
     what, # path of a split, a `PreprocessResult`, `StoredWindows`, or `WindowSamples`
@@ -279,5 +280,5 @@ def window_dl(
     if isinstance(what, WindowSamples) and kwargs: raise ValueError(f"{', '.join(kwargs)}: samples are made already, so give these to window_samples")
     samples = what if isinstance(what, WindowSamples) else window_samples(what, **kwargs)
     ds = WindowLoader(samples, batch_size, shuffle, order=order, curriculum=curriculum, seed=seed, rank=rank, world_size=world_size, per_rank=per_rank, last=last, records=records, block=block)
-    return EpochDataLoader(ds, batch_size=None, num_workers=num_workers, collate_fn=_as_is, pin_memory=pin_memory, timeout=timeout, persistent_workers=persistent_workers,
+    return EpochDataLoader(ds, batch_size=None, num_workers=num_workers, pin_memory=pin_memory, timeout=timeout, persistent_workers=persistent_workers,
                            prefetch_factor=prefetch_factor, multiprocessing_context=multiprocessing_context)

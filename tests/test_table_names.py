@@ -87,6 +87,33 @@ def test_integers_beyond_a_float_are_not_rounded(tmp_path):
     assert run(tmp_path, df.with_columns(i=pl.lit(2**53)), real_columns=['i']).windows
 
 
+@pytest.mark.parametrize('dtype,last', [('Float16', 2**11), ('Float32', 2**24), ('Float64', 2**53)])
+@pytest.mark.parametrize('normalize', [True, False])
+@pytest.mark.parametrize('fmt', ['parquet', 'csv'])
+def test_integers_are_exact_in_the_float_type_they_are_given_or_refused(dtype, last, normalize, fmt, tmp_path):
+    def made(name, values):
+        df, path = ROWS.select('sequenceId', 'itemPosition').with_columns(i=pl.Series(values)), tmp_path/f'{name}.{fmt}'
+        getattr(df, f'write_{fmt}')(path)
+        keys = dict(project_root=str(tmp_path/'o'), preprocessing_data_path=str(path), read_format=fmt, split_ratios=[1.], window_length=6, max_target_offset=0, write_format='arrow')
+        return preprocess(keys | dict(column_data_types={'i': dtype}, normalize_real_columns=normalize), progress=False)
+    good = [last, -last, 2*last-4, 0, 1, 2]
+    stored = read_block(made('good', good).splits[0]).features['i'][0]
+    assert str(stored.dtype) == dtype.lower()
+    if not normalize: assert stored.tolist() == good
+    for bad in last+1, -last-1, 2**63-1:
+        with pytest.raises(ValueError, match=f"column 'i', row 3 .*: {bad} is .* as {dtype}, .*column_data_types"): made('bad', [1, 2, bad, 0, 0, 0])
+        assert not list((tmp_path/'o').rglob('bad*'))
+
+
+def test_a_file_of_integers_beside_one_of_floats_is_not_rounded_either(tmp_path):
+    df = ROWS.select('sequenceId', 'itemPosition').with_columns(i=pl.Series([1, 2, 2**53+1, 4, 5, 6]))
+    (tmp_path/'in').mkdir()
+    df.write_parquet(tmp_path/'in'/'a.parquet')
+    df.with_columns(sequenceId=pl.col('sequenceId')+100, i=pl.lit(.5)).write_parquet(tmp_path/'in'/'b.parquet')
+    keys = dict(project_root=str(tmp_path/'o'), preprocessing_data_path=str(tmp_path/'in'), read_format='parquet', split_ratios=[1.], window_length=2)
+    with pytest.raises(ValueError, match=r"\(a.parquet\).*row 3 .*: 9007199254740993 is 9007199254740992 as Float64"): preprocess(keys | dict(column_data_types={'i': 'Float64'}), progress=False)
+
+
 def test_a_project_is_verified_as_a_whole(tmp_path, capsys):
     run(tmp_path)
     run(tmp_path, dataset_name='other', merge_output=False)

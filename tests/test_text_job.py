@@ -1,5 +1,5 @@
 """The text job: recorded runs, right values where ours differ, and the same bytes whatever the workers, the splits and the kills."""
-import functools, gzip, json, os, random, signal, subprocess, sys, time
+import functools, gc, gzip, json, os, random, signal, subprocess, sys, time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -155,6 +155,10 @@ def test_same_bytes(tmp_path, toks, small_splits, monkeypatch):
         assert files(tmp_path/f'w{n}')==want
     with ProcessPoolExecutor(2, mp_context=get_context('spawn')) as pool: job(path, tmp_path/'pool', toks, executor=pool)
     assert files(tmp_path/'pool')==want
+    for n in (1,2,5):
+        monkeypatch.setattr(pipeline, '_n_threads', lambda cfg, encoder, todo: min(n, todo))
+        job(path, tmp_path/f'threads{n}', toks)
+        assert files(tmp_path/f'threads{n}')==want
     monkeypatch.setattr(pipeline, 'input_splits', input_splits)
     job(path, tmp_path/'one', toks)
     assert files(tmp_path/'one')==want
@@ -191,20 +195,41 @@ def test_killed_and_resumed(tmp_path, toks, small_splits):
             break
     assert files(tmp_path/'out')==want and not (tmp_path/'out/.run').exists()
 
-def test_encoded_splits_are_not_done_again(tmp_path, toks, small_splits, monkeypatch):
+def test_a_failed_run_stops_its_threads(tmp_path, toks, small_splits, monkeypatch):
+    path,done = write(tmp_path/'d.jsonl', [dict(text=['no text'])]+documents(300)),[]
+    def slow(spec, **how):
+        if spec['split'][4]: time.sleep(.05)
+        done.append(encode_split(spec, **how))
+        return done[-1]
+    monkeypatch.setattr(pipeline, 'encode_split', slow)
+    before = gc.get_threshold()
+    with pytest.raises(ValueError, match='d.jsonl:1: '): job(path, tmp_path/'out', toks, {**PACKED, 'on_error':'raise'})
+    assert len(done)<=4 and gc.get_threshold()==before and not (tmp_path/'out').exists()
+
+def test_nobody_waits_for_a_split_that_is_not_wanted(tmp_path, toks):
+    from concurrent.futures import CancelledError
+    from fastseqprep.text_encode import encode_specs
+    from fastseqprep.text_input import list_inputs
+    path = write(tmp_path/'d.jsonl', documents(20))
+    spec, = encode_specs(input_splits(list_inputs(path)), TextConfig(**PACKED), TextTokenizer(toks/'plain'), tmp_path/'scratch')
+    with pytest.raises(CancelledError): encode_split(spec, stopped=lambda: True)
+
+@pytest.mark.parametrize('threads', [1,3])
+def test_encoded_splits_are_not_done_again(tmp_path, toks, small_splits, monkeypatch, threads):
+    monkeypatch.setattr(pipeline, '_n_threads', lambda cfg, encoder, n: min(n, threads))
     path = write(tmp_path/'d.jsonl', documents(300, 2))
     done = []
-    def dies(spec):
-        if len(done)==5: raise KeyboardInterrupt
+    def dies(spec, **how):
+        if len(done)==9: raise KeyboardInterrupt
         done.append(spec['split'])
-        return encode_split(spec)
+        return encode_split(spec, **how)
     monkeypatch.setattr(pipeline, 'encode_split', dies)
     with pytest.raises(KeyboardInterrupt): job(path, tmp_path/'out', toks)
     again = []
-    monkeypatch.setattr(pipeline, 'encode_split', lambda spec: again.append(spec['split']) or encode_split(spec))
+    monkeypatch.setattr(pipeline, 'encode_split', lambda spec, **how: again.append(spec['split']) or encode_split(spec, **how))
     job(path, tmp_path/'out', toks)
     monkeypatch.setattr(pipeline, 'encode_split', encode_split)
-    assert again and not [o for o in again if o in done]
+    assert again and len([o for o in again if o in done])<=threads+1 # those under way or not yet taken
     job(path, tmp_path/'want', toks)
     assert files(tmp_path/'out')==files(tmp_path/'want')
 

@@ -605,6 +605,57 @@ def test_inputs_may_be_changed_in_place(objective, mmap, tmp_path):
                     if not k.startswith('inputs/'): np.testing.assert_array_equal(v, want[k], err_msg=k)
 
 
+@pytest.mark.parametrize('mmap', [True, False])
+@pytest.mark.parametrize('shards', [1, 3])
+@pytest.mark.parametrize('narrow', [True, False])
+def test_memory_that_is_used_again_is_not_in_use(narrow, shards, mmap, tmp_path):
+    "Batches keep their values while others are made, and are what plain numpy says, from one file and from several"
+    rows = pl.DataFrame(dict(sequenceId=np.repeat(np.arange(40), 30), itemPosition=np.tile(np.arange(30), 40), item=np.random.default_rng(0).integers(0, 99, 1200).astype(str), amount=np.random.default_rng(1).normal(size=1200)))
+    run = preprocess(dict(project_root=str(tmp_path), dataset_name='d', split_ratios=[1.], window_length=9, window_stride=3, write_format='pt', merge_output=False, batches_per_file=10_000 if shards==1 else 3,
+                          **(dict(dtypes='compact') if narrow else {})), rows, progress=False)
+    w = StoredWindows(run, mmap=mmap)
+    assert (len(w.blocks) > 1)==(mmap and shards > 1) and (w.blocks[0].features['item'].dtype.itemsize < 8)==narrow
+    s, whole = window_samples(w), w.block(np.arange(len(w)))
+    first = list(WindowLoader(s, 16, shuffle=True, rank=0, world_size=1).batches(0))
+    kept = [{k: v.clone() for k, v in b.items()} for b in first]
+    for e in range(1, 4):
+        for b in WindowLoader(s, 16, shuffle=True, rank=0, world_size=1).batches(e): pass
+    for b, was in zip(first, kept):
+        for k in b: assert torch.equal(b[k], was[k]), k
+        at = b['sample'].numpy()
+        for c in ('item', 'amount'):
+            np.testing.assert_array_equal(b[f'inputs/{c}'], whole.features[c][at, :8])
+            np.testing.assert_array_equal(b[f'targets/{c}'], whole.features[c][at, 1:])
+        np.testing.assert_array_equal(b['attention_valid_mask'], np.arange(8) >= whole.left_pad_lengths[at][:, None])
+        np.testing.assert_array_equal(b['item_position'], whole.start_item_positions[at])
+
+
+def test_what_is_no_window_and_no_sample_is_refused():
+    w = StoredWindows.of(blocks_of(4), 1)
+    s = WindowSamples(w, WindowView(3))
+    for bad in (0, slice(0, 2), [1.5], np.ones(4, bool), [[0, 1]]):
+        with pytest.raises(TypeError, match='expected a list of numbers of samples'): s.gather(bad)
+    assert len(s.gather([])['sample'])==0 and s.gather(np.array([1, -1], np.int32))['sample_valid_mask'].tolist()==[True, False]
+    with pytest.raises(TypeError, match='expected StoredWindows'): WindowSamples('here.parquet', WindowView(3))
+    with pytest.raises(TypeError, match='expected a WindowView'): WindowSamples(w, 3)
+    with pytest.raises(IndexError, match='no window 99'): s.draw(99)
+    with pytest.raises(ValueError, match="no feature 'q'"): s.draw(0, 'q')
+
+
+@pytest.mark.parametrize('mmap', [True, False])
+def test_values_that_do_not_fit_their_dtype_are_refused(mmap, tmp_path):
+    "A long file beside the metadata of another run"
+    run = preprocess(dict(project_root=str(tmp_path), dataset_name='d', split_ratios=[1.], window_length=4), pl.DataFrame(dict(sequenceId=[1]*9, itemPosition=range(9), item=[*'abcdefghi'])), progress=False)
+    meta = json.loads(Path(run.metadata_path).read_text())
+    meta['column_data_types']['item'] = 'Int8'
+    assert len(StoredWindows(run.splits[0], mmap=mmap, metadata=meta))
+    path = Path(run.splits[0])
+    f = pl.read_parquet(path).with_columns(pl.col('^[0-9]+$')+pl.lit(200, pl.Int64))
+    for manifest in path.parent.glob('*manifest.json'): manifest.unlink()
+    f.write_parquet(path)
+    with pytest.raises(StoreError, match="'item': 2.. does not fit int8.*metadata of its run"): StoredWindows(path, mmap=mmap, metadata=meta)
+
+
 @pytest.mark.parametrize('objective', ['causal', 'bert', 'final_value', 'next_occurrence'])
 def test_positions_and_children_of_targets(objective):
     "A feature that is its position, and children that tell whose they are, go the way of the targets"
@@ -651,10 +702,10 @@ def test_a_trigger_is_a_column_of_items_and_values():
 def test_masks_take_little_memory():
     "A long context has no table of all its masks"
     import tracemalloc
-    from fastseqprep.window_samples import view_masks
+    from fastseqprep.window_samples import view_edges, view_masks
     C = 20_000
     tracemalloc.start()
-    a, t = view_masks(np.array([2, C]), np.array([5, 0]), np.array([C, 7]), 0, WindowView(C))
+    a, t = view_masks(*view_edges(np.array([2, C]), np.array([5, 0]), np.array([C, 7]), 0, WindowView(C)), C)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 100*C and a.sum(1).tolist() == [C-2, 0] and t[0].sum() == C-5

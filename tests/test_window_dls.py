@@ -5,6 +5,7 @@ import numpy as np, polars as pl, pytest, torch, torch.nn.functional as F
 from fastai.learner import Learner
 
 from fastseqprep.preprocess import preprocess
+from fastseqprep.span_mask import SpanMask
 from fastseqprep.window_data import StoredWindows
 from fastseqprep.window_dls import HitRate, WindowLoss, inputs_of, popularity_hit_rate, predictions_frame, split_targets, targets_of, window_dls
 from fastseqprep.window_loader import window_samples
@@ -289,6 +290,46 @@ def test_only_children_that_are_there_are_shown(nested):
                 if p: assert (art, price) == want[seq, int(p)]
                 if target: assert target == want[seq, int(p)+1][0] and len(guess.split()) == len(target.split())
             assert any(lines['→ art'])
+
+
+@pytest.mark.parametrize('deep', [False, True])
+def test_hidden_values_are_shown_as_hidden(deep, run, nested):
+    "Whatever a model is not told is [mask], numbers and children too; everything else is what it reads"
+    names = ('shop', 'art', 'price') if deep else ('place', 'paid')
+    dls = window_dls(nested if deep else run, targets=names[0], batch_size=32, device='cpu', objective='bert', hide=SpanMask(.5, masked=.5, random=.2))
+    for tok in (dls.tok, None):
+        dls.valid.tok = tok
+        x, y = dls.valid.one_batch()
+        shown = dls.valid.show_batch((x, y), max_n=32, max_slots=99, show=False)
+        masked = x[f'inputs/{names[0]}']==2
+        assert masked.any() and (masked <= x['bert_mask']).all() and not (masked==x['bert_mask']).all()
+        for (_, lines), m, real in zip(shown.tables, masked.tolist(), x['attention_valid_mask'].tolist()):
+            lines = dict(lines)
+            for c in names: assert [t=='[mask]' for t in lines[c]]==m and [t!='' for t in lines[c]]==real, (c, lines[c])
+            assert '[mask]' not in lines[f'→ {names[0]}']
+
+
+def test_ready_samples_are_taken_as_they_are(run):
+    "Two WindowSamples make loaders; what would be left unheeded is refused"
+    pair = [window_samples(run, split=i, targets='place', float_dtype='float32') for i in (0, 1)]
+    ready, dls = window_dls(pair, batch_size=8, device='cpu'), window_dls(run, targets='place', batch_size=8, device='cpu')
+    for (x, y), (x2, y2) in zip(ready.valid, dls.valid):
+        for a, b in ((x, x2), (y, y2)):
+            assert a.keys()==b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    assert type(ready.tok)==type(dls.tok) and 'person-00' in repr(ready.valid.show_batch(show=False))
+    for keys in (dict(targets='place'), dict(inputs=['paid']), dict(valid_view=dict(window_stride=1)), dict(context_length=3), dict(float_dtype='float64')):
+        with pytest.raises(ValueError, match=f'{[*keys][0]}: samples are made already'): window_dls(pair, device='cpu', **keys)
+    with pytest.raises(TypeError, match='two WindowSamples'): window_dls((pair[0], run.splits[1]), device='cpu')
+
+
+def test_sides_that_are_not_there(run, tmp_path):
+    one = cut(tmp_path, split_ratios=[1.], prediction_aligned_splits=[], prediction_length=None, target_offset=None)
+    with pytest.raises(ValueError, match='valid=1: the result has 1 split, .*split_ratios'): window_dls(one)
+    with pytest.raises(ValueError, match='train=3: the result has 2 splits'): window_dls(run, train=3)
+    with pytest.raises(TypeError, match='or a pair'): window_dls([*run.splits, run.splits[0]])
+    dls = window_dls(run, targets='place', batch_size=8, device='cpu')
+    with pytest.raises(TypeError, match='such as dls.valid'): predictions_frame(dls, Table(n_places(run), both=False))
+    with pytest.raises(TypeError, match='by a list: make loaders of other windows'): dls.test_dl([0, 1])
 
 
 def test_loss_and_counts_of_children(nested):
