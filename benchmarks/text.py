@@ -71,7 +71,7 @@ def one(a, pys, way, kind, n, mode='write', **more):
     "One run; its output stays for who reads it"
     env, script, task = WAYS[way]
     name = way.replace(' ', '').replace(',', '-')
-    return run(pys[env], f'{script}_text.py', dict(task, mode=mode, kind=kind, data=str(data(a, kind, n)), tokenizer=str(tokenizer(a.work/'data'/'text-tokenizer')), out=str(a.work/'out'/f'text-{name}'), **more))
+    return run(pys[env], f'{script}_text.py', dict(task, mode=mode, kind=kind, data=str(data(a, kind, n)), tokenizer=str(tokenizer(a.work/'data'/'text-tokenizer')), out=str(a.work/'text-out'/f'text-{name}'), **more))
 
 
 def rounds(a, pys, kind, n, ways, **more):
@@ -143,7 +143,7 @@ def memory_part(a, pys):
             rows.append([f'{way}, {n:,} documents', f"{r['tokens']:,}", f"{r['wall_s']:.1f}", f"{r['added_mb']:,.0f}", f"{r['own_mb']:,.0f}" if 'own_mb' in r else ''])
             if way == FAST: own[n] = r['own_mb']
             print(*rows[-1], sep=' | ', flush=True)
-            shutil.rmtree(a.work/'out', ignore_errors=True)
+            shutil.rmtree(a.work/'text-out', ignore_errors=True)
     lo, hi = own[a.memory_documents[0]], own[a.memory_documents[-1]]
     note = '\nAdded is what the process grew by, pages of mapped files included, which the system takes back when it needs them; own is without those.\n'
     return '\n## Memory\n\n' + table(['memory', 'tokens', 's', 'added MB', 'own MB'], rows) + note, [['documents', f'own memory at {a.memory_documents[-1]:,} documents at most a quarter more than at {a.memory_documents[0]:,}', hi/lo, hi <= 1.25*lo]]
@@ -153,7 +153,7 @@ def export_part(a, pys):
     "Shards as Megatron's files and as Parquet, read back by others"
     n = min(a.documents, 5000)
     one(a, pys, FAST, 'docs', n)
-    exports = str(a.work/'out'/'text-exports')
+    exports = str(a.work/'text-out'/'text-exports')
     ours, rows, reached = one(a, pys, FAST, 'docs', n, mode='load', exports=exports), [], []
     for env, script, who in (('megatron', 'megatron', "megatron-core's IndexedDataset"), ('hf', 'datasets', 'Hugging Face datasets')):
         if env not in pys: continue
@@ -180,7 +180,7 @@ def main():
     for part in a.parts:
         text, found = dict(speed=speed_part, pack=pack_part, memory=memory_part, export=export_part)[part](a, pys)
         parts, reached = parts+text, reached+found
-    shutil.rmtree(a.work/'out', ignore_errors=True)
+    shutil.rmtree(a.work/'text-out', ignore_errors=True)
     aims = table(['texts', 'aim', 'reached', 'yes or no'], [[t, what, f'{x:.2f}', 'yes' if ok else 'no'] for t, what, x, ok in reached])
     text = f'# Text: documents and chats to token shards\n\nMade by `benchmarks/text.py` on {date.today()}; {machine()}; {a.repeats} rounds, medians (lowest and highest in brackets).{note}\n\n{NOTES}\n{aims}{parts}'
     if not a.quick: a.results.write_text(text)
