@@ -1634,6 +1634,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'fastseqprep.ragged._take_ranges': ('ragged.html#_take_ranges', 'fastseqprep/ragged.py'),
                                     'fastseqprep.ragged.arrow_array': ('ragged.html#arrow_array', 'fastseqprep/ragged.py'),
                                     'fastseqprep.ragged.lengths_to_offsets': ('ragged.html#lengths_to_offsets', 'fastseqprep/ragged.py'),
+                                    'fastseqprep.ragged.numpy_array': ('ragged.html#numpy_array', 'fastseqprep/ragged.py'),
                                     'fastseqprep.ragged.range_index': ('ragged.html#range_index', 'fastseqprep/ragged.py'),
                                     'fastseqprep.ragged.restart_offsets': ('ragged.html#restart_offsets', 'fastseqprep/ragged.py'),
                                     'fastseqprep.ragged.take_ranges': ('ragged.html#take_ranges', 'fastseqprep/ragged.py')},

@@ -19,7 +19,7 @@ from .fast_encoder import open_tokenizer
 from .hashing import split_position, stable_hash
 from .pieces import RecordError, checked_text, short_repr
 import fastseqprep.preferences # registers its builder, in worker processes too
-from .ragged import Ragged, arrow_array, lengths_to_offsets
+from .ragged import Ragged, arrow_array, lengths_to_offsets, numpy_array
 from .roles import did_you_mean
 from .sections import Built, builders
 from .spill import read_arrays, write_arrays
@@ -158,7 +158,7 @@ def read_scratch(
     path, # of a scratch file
 )->dict: # name → array, mapped
     "The arrays of a scratch file"
-    return {k:v.to_numpy(zero_copy_only=True) for k,v in read_arrays(path).items()}
+    return {k:numpy_array(v) for k,v in read_arrays(path).items()}
 
 # %% ../nbs/19c_text_encode.ipynb #ce77a6a5
 def in_order(
