@@ -131,15 +131,17 @@ def number_column(
         x = np.array([0 if v is None else v for v in values] if none is not None else values)
         if x.dtype.kind not in 'iuf': x = np.array([0. if v is None else float(v) for v in values], np.float64)
     if w.dtype is not None and w.dtype.is_float():
-        whole = x
+        whole = x if isinstance(data, pl.Series) else values # before they became an array, in which one float makes all of them floats
         with np.errstate(over='ignore'): x = x.astype(stored_dtype(str(w.dtype)))
-        if w.cast and whole.dtype.kind in 'iu': _check_exact(c, w, whole, x)
+        if w.cast: _check_exact(c, w, whole, x)
     if x.dtype.kind=='f' and not (ok := np.isfinite(x)).all(): raise ValueError(f'column {c!r} is {x[~ok][0]} in row {int((~ok).argmax())}, expected a finite number; give None for a missing value')
     return Column(c, w.dtype, x, None, none)
 
 def _check_exact(c, w:Wanted, whole, x):
     "Fail where a float is another number than the integer that it was"
-    large = np.flatnonzero((x>=2.**np.finfo(x.dtype).nmant) | (x<=-2.**np.finfo(x.dtype).nmant))
+    most = 2**np.finfo(x.dtype).nmant
+    if isinstance(whole, list): large = [i for i,v in enumerate(whole) if isinstance(v, int) and abs(v)>most]
+    else: large = np.flatnonzero((x>=most) | (x<=-most)) if whole.dtype.kind in 'iu' else ()
     for i in large:
         if not np.isfinite(x[i]) or int(x[i])!=int(whole[i]):
             raise ValueError(f'column {c!r} is {whole[i]} in row {i}, which {w.dtype} does not hold exactly: the run was told to read it as {w.dtype}, and refuses such numbers')

@@ -359,12 +359,13 @@ def _by_block(self:StoredWindows, rows, one, shape, dtype):
 @patch
 def _parts(self:StoredWindows, rows)->list: # of (block, which of the rows, rows within the block)
     "The rows of each block; kept for what is asked of the same rows next"
-    if self._cut[0] is rows: return self._cut[1]
+    was,parts = self._cut # read at once, as another thread may ask for other rows
+    if was is not None and np.array_equal(was, rows): return parts
     of = np.searchsorted(self.offsets, rows, 'right')-1
     order = np.argsort(of, kind='stable')
     ends = np.cumsum(np.bincount(of, minlength=len(self.blocks))).tolist()
     parts = [(k, order[lo:hi], rows[order[lo:hi]]-self.offsets[k]) for k,(lo,hi) in enumerate(zip([0, *ends[:-1]], ends)) if hi>lo]
-    self._cut = rows,parts
+    self._cut = rows.copy(),parts # whoever asked may write into his own
     return parts
 
 @patch
@@ -404,9 +405,9 @@ def take(self:StoredWindows,
 def _room(rooms, n):
     "Memory for `n` bytes, out of `rooms` if there is some: back there when no array uses it any more"
     if not n: return np.empty(0, np.uint8)
-    raw = next((o for o in rooms if len(o)>=n), None)
-    if raw is None: raw = np.empty(n, np.uint8)
-    else: rooms[:] = [o for o in rooms if o is not raw]
+    try: raw = rooms.pop() # in one step: two threads never get the same
+    except IndexError: raw = None
+    if raw is None or len(raw)<n: raw = np.empty(n, np.uint8)
     root = np.frombuffer(memoryview(raw), np.uint8, n)
     weakref.finalize(root, _back, rooms, raw).atexit = False
     return root

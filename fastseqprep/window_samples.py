@@ -264,7 +264,7 @@ def gather(self:WindowSamples,
     "Inputs, targets and masks of some samples"
     samples = np.asarray(samples)
     if samples.ndim!=1 or samples.size and samples.dtype.kind not in 'iu': raise TypeError(f"samples is {'a single number' if not samples.ndim else f'an array of {samples.dtype}, shape {samples.shape}'}, expected a list of numbers of samples, such as [0,1]")
-    samples = samples.astype(np.int64, copy=False)
+    samples = samples.astype(np.int64) # a copy, which becomes a part of the batch
     real = samples>=0
     every = bool(real.all())
     if len(samples) and samples.max()>=self.n: raise IndexError(f'there is no sample {samples.max()}, only {self.n:,} samples')

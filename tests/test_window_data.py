@@ -1,5 +1,6 @@
 """Views of stored windows: the recorded batches of sequifier 3.1.1.0, all small cases against a slow oracle, formats, ranks, workers, resuming."""
-import itertools, json, pickle
+import itertools, json, pickle, sys, time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np, polars as pl, pytest, torch
@@ -782,3 +783,45 @@ def test_no_sample_again_and_again(tmp_path):
     for _ in range(3):
         assert len(s.gather([0])['sample']) == 1
         assert len(s.gather([])['sample']) == 0
+
+
+# ---------------------------------------------------------------- memory that is used again
+@pytest.fixture(scope='module')
+def in_shards(tmp_path_factory):
+    rng, root = np.random.default_rng(0), tmp_path_factory.mktemp('shards')
+    n = 600
+    rows = pl.DataFrame(dict(sequenceId=np.repeat(np.arange(20), 30), itemPosition=np.tile(np.arange(30), 20), place=rng.integers(0, 9, n).astype(str), paid=rng.normal(size=n)))
+    return preprocess(dict(project_root=str(root), dataset_name='w', selected_columns=['place', 'paid'], split_ratios=[1.], window_length=12, window_stride=5,
+                           write_format='pt', merge_output=False, batches_per_file=7), rows, progress=False)
+
+
+@pytest.mark.parametrize('mmap', [True, False])
+def test_an_index_that_is_written_to_again(in_shards, mmap):
+    "Neither are the windows of before given, nor is the batch of before changed"
+    want = window_samples(StoredWindows(in_shards, mmap=False)).gather(np.arange(40))
+    s, i = window_samples(StoredWindows(in_shards, mmap=mmap)), np.arange(8)
+    first = s.gather(i)
+    i += 20
+    second = s.gather(i)
+    for k, v in want.items():
+        assert np.array_equal(first[k], v[:8]) and np.array_equal(second[k], v[20:28]), k
+    first['sample'][:] = 0
+    assert i.tolist() == list(range(20, 28))
+
+
+@pytest.mark.parametrize('mmap', [True, False])
+def test_threads_that_read_the_same_windows(in_shards, mmap):
+    s = window_samples(StoredWindows(in_shards, mmap=mmap))
+    want, wrong, until, was = window_samples(StoredWindows(in_shards, mmap=False)).gather(np.arange(s.n)), [], time.monotonic()+3, sys.getswitchinterval()
+    def read(seed):
+        rng = np.random.default_rng(seed)
+        while time.monotonic() < until:
+            i = rng.integers(0, s.n, 64)
+            b = s.gather(i)
+            time.sleep(0)
+            wrong.extend(k for k in want if not np.array_equal(want[k][i], b[k]))
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as pool: list(pool.map(read, range(2)))
+    finally: sys.setswitchinterval(was)
+    assert not wrong
