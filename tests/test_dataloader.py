@@ -1,5 +1,5 @@
 "An epoch is planned once: each record once, the same batches for any number of ranks and workers, an exact length."
-import json, pickle, subprocess, sys, time
+import itertools, json, pickle, subprocess, sys, time
 from itertools import zip_longest
 
 import numpy as np, polars as pl, pyarrow as pa, pyarrow.parquet as pq, pytest, torch
@@ -227,8 +227,7 @@ def test_each_record_once_over_ranks_and_workers(tmp_path):
     kw = dict(max_tokens=700, shuffle=True)
     plan = PRAGMADataLoader(folder, **kw).plan_of(0)
     everyone = [f'u{i:04}' for i in range(80)]
-    for world in range(1, 6):
-        per_rank = world in (3, 5)
+    for world, per_rank in itertools.product(range(1, 6), (False, True)):
         streams = {}
         for r in range(world):
             for n in range(5):

@@ -29,6 +29,12 @@ def stopped(dl, epoch, k):
     return dl.state_dict()
 
 
+def labelled(b):
+    "Each real record of a masked batch with its labels"
+    row = b['event_user'].repeat_interleave(b['event_offsets'].diff())
+    return [(u, b['event_labels'][row==i].tolist()) for i, u in enumerate(b['uids']) if u is not None]
+
+
 def test_resume_at_every_step_on_one_rank(shards):
     plain = loader(shards)
     epochs = [[key(b) for b in plain] for _ in range(3)]
@@ -68,6 +74,7 @@ def test_resume_at_every_step_with_other_ranks(shards, per_rank):
     plan = PRAGMADataLoader(shards, max_tokens=700, shuffle=True).plan_of(0)
     ds = lambda r, w: PRAGMADataLoader(shards, max_tokens=700, shuffle=True, mask=True, rank=r, world_size=w, per_rank=per_rank)
     names = ds(0, 1).recs.uid_list
+    whole = dict(flat(map(labelled, ds(0, 1))))                         # each record's masks
     for world in 1, 2, 3, 5:
         n = len(ds(0, world))
         for k in range(n+1):
@@ -84,7 +91,9 @@ def test_resume_at_every_step_with_other_ranks(shards, per_rank):
             again = [ds(r, other) for r in range(other)]
             for dl in again: dl.load_state_dict(states[0])
             assert len({len(dl) for dl in again}) == 1
-            rest = [[real(b) for b in dl] for dl in again]
+            kept = [list(dl) for dl in again]
+            assert all(whole[u] == labels for u, labels in flat(map(labelled, flat(kept))))
+            rest = [[real(b) for b in got] for got in kept]
             assert sorted(seen + flat(flat(rest))) == [f'u{i:04}' for i in range(80)]
             for j, step in enumerate(zip_longest(*rest)):
                 batches = plan[at+j] if not per_rank else np.concatenate(plan[at+j*other:at+(j+1)*other])
@@ -94,11 +103,14 @@ def test_resume_at_every_step_with_other_ranks(shards, per_rank):
 
 def test_resume_with_other_ranks_and_workers_in_processes(shards):
     names = [f'u{i:04}' for i in range(80)]
-    for (w0, n0), (w1, n1) in [((2, 2), (1, 0)), ((1, 3), (3, 1)), ((3, 1), (2, 2))]:
+    changes = [((2, 2), (1, 0)), ((1, 3), (3, 1)), ((3, 1), (2, 2)), ((2, 1), (4, 2))]
+    n = len(PRAGMADataLoader(shards, max_tokens=700, shuffle=True))
+    for k in range(1, n):                                              # at every step, each time with other numbers before and after
+        (w0, n0), (w1, n1) = changes[k % len(changes)]
         seen, states = [], []
         for r in range(w0):
             dl = loader(shards, n0, rank=r, world_size=w0)
-            for b, _ in zip(dl, range(3)):
+            for b, _ in zip(dl, range(k)):
                 seen += real(b)
                 states.append(dl.state_dict())
         for r in range(w1):
