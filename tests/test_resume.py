@@ -272,6 +272,7 @@ for step, b in enumerate(dl):
     (out**2).sum().backward()
     opt.step()
     seen += [u for u, r in zip(b['uids'], b['real'].tolist()) if r]
+    torch.save(model.module.state_dict(), f'{folder}/model{rank}.pt')
     with open(f'{folder}/rank{rank}.json', 'w') as f: json.dump(dict(state=dl.state_dict(), seen=seen, weight=model.module[1].weight.tolist()), f)
 '''
 
@@ -287,7 +288,16 @@ def test_killed_on_two_ranks_goes_on_with_one(shards, tmp_path):
     assert left[0]['state'] == left[1]['state'] and left[0]['weight'] == left[1]['weight'] and left[0]['state']['next_batch'] == 2
     dl = loader(shards)
     dl.load_state_dict(left[0]['state'])
-    rest = flat(b['uids'] for b in dl)
+    model = torch.nn.Sequential(torch.nn.EmbeddingBag(600, 8), torch.nn.Linear(8, 1))
+    model.load_state_dict(torch.load(tmp_path/'model0.pt', weights_only=True))
+    assert model[1].weight.tolist() == left[0]['weight']
+    opt, rest, losses = torch.optim.SGD(model.parameters(), lr=.1), [], []
+    for b in dl:                                                       # one rank trains on
+        loss = (model(b['event_tokens'][:, 1].reshape(1, -1))**2).sum()
+        opt.zero_grad(); loss.backward(); opt.step()
+        rest += b['uids']
+        losses.append(loss.item())
+    assert np.isfinite(losses).all() and model[1].weight.tolist() != left[0]['weight']
     before = [left[r]['seen'] for r in range(2)]
     assert all(before) and sorted(flat(before) + rest) == [f'u{i:04}' for i in range(80)]
     assert sorted(flat(before)) == sorted(flat(dl.dataset.recs.uid_list(b) for b in dl.dataset.plan_of(0)[:2]))
