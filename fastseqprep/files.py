@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['StoreError', 'as_path', 'is_remote', 'fs_of', 'safe_join', 'exists', 'file_size', 'read_bytes', 'make_folder',
-           'list_files', 'remove_file', 'remove_folder', 'move_file', 'is_temp_name', 'atomic_write', 'write_json',
-           'read_json', 'write_npy', 'read_npy']
+           'list_files', 'remove_file', 'remove_folder', 'move_file', 'is_temp_name', 'atomic_write', 'start_writeback',
+           'write_json', 'read_json', 'write_npy', 'read_npy']
 
 # %% ../nbs/09a_files.ipynb #3be25a9e
 import io, json, os, re, shutil, tempfile
@@ -148,6 +148,17 @@ def atomic_write(
         os.replace(temp, path)
         if sync: _sync_folder(path.parent)
     finally: temp.unlink(missing_ok=True)
+
+def start_writeback(
+    f, # a local file that is open for writing
+    start:int, # first byte that the disk was not told of before
+)->int: # the byte behind the last
+    "Let the disk begin with what was written, so that there is less to wait for at the end"
+    stop = f.tell()
+    if hasattr(os, 'posix_fadvise') and stop>start: # Linux begins to write what it is told will not be needed
+        f.flush()
+        os.posix_fadvise(f.fileno(), start, stop-start, os.POSIX_FADV_DONTNEED)
+    return stop
 
 # %% ../nbs/09a_files.ipynb #0983684d
 def write_json(path, obj)->None:

@@ -16,6 +16,7 @@ from jinja2 import meta
 from .pieces import Pieces, RecordError, checked_text, message_weights, numbers_of, short_repr, text_of
 from .ragged import Ragged, lengths_to_offsets, range_index
 from .roles import did_you_mean
+from .template_shapes import plain_roles
 from .templates import ChatTemplate, TemplateError
 from .text_config import TextConfig, Source, is_value
 from .text_tokenizer import TextTokenizer
@@ -88,6 +89,40 @@ class SourceBuilder:
         self.trainable = any(o.action=='train' or o.action=='$role' and o.template for o in self.source.sections)
         self.filtered = not self.chats and all(o.action=='train' for o in self.source.sections) and not self.source.list_field
         self.weigh = not (self.filtered and self.mask_name is None) # else all tokens are trained, and nobody asks
+        self.context = [o for o in (cfg.tools_field,cfg.documents_field) if o]
+        self.seen,self.recipes = {},{} # (section, roles) → how many such conversations were worked out; shapes that they have
+
+# %% ../nbs/07_sections.ipynb #a3b01967
+def _turn_starts(turns):
+    "First characters of messages; one whose place is not known begins where the one before does"
+    res = []
+    for t in turns: res.append(t[0] if t else res[-1] if res else 0)
+    return res
+
+@patch
+def _add_like(self:SourceBuilder, pieces, row, section, key, messages, record):
+    "Add a conversation of which only the texts differ from those of others; says whether it is one"
+    if not (known := self.recipes.get(key)): return False
+    shapes = self.templates[self.cfg.chat_template].shapes
+    if shapes.program is False or any(record.get(o) is not None for o in self.context): return False
+    for shape,ranges in known:
+        if (found := shape.text(messages)) is None: continue
+        shapes.used += 1
+        text,at = found
+        spans = sorted((a,b,w) for p,x,q,y,w in ranges if (a := at[p]+x)<(b := at[q]+y))
+        pieces.add(row, checked_text(text, section.field), spans=spans, turns=_turn_starts(shape.turn_places(at)) if self.turns else ())
+        return True
+    return False
+
+@patch
+def _note_like(self:SourceBuilder, key, section, messages, weights):
+    "Keep the shapes of such conversations, once it is seen that there are some"
+    if len(self.seen)>10_000 and key not in self.seen: return
+    n = self.seen[key] = self.seen.get(key, 0)+1
+    if n<4 or n&(n-1): return
+    shapes = self.templates[self.cfg.chat_template].shapes
+    found = shapes.settled(messages, dict(add_generation_prompt=section.add_generation_prompt), self.cfg.train_span, weights) if shapes else []
+    self.recipes[key] = [(s, [(*o, weights[i]) for *o,i in ranges]) for s,ranges in found]
 
 # %% ../nbs/07_sections.ipynb #726a6ff1
 @patch
@@ -107,7 +142,10 @@ def _context(self:SourceBuilder, record):
 @patch
 def _add_chat(self:SourceBuilder, pieces, row, section, messages, record):
     "Add a conversation's pieces"
-    cfg = self.cfg
+    cfg,key = self.cfg,None
+    if cfg.render=='conversation' and cfg.train_span!='generation' and (roles := plain_roles(messages)):
+        key = id(section),roles
+        if self._add_like(pieces, row, section, key, messages, record): return
     for i,m in enumerate(messages):
         if type(m) is not dict and not isinstance(m, Mapping): raise RecordError('wrong type', f"message {i} of field {section.field!r} is {short_repr(m)}, expected an object with role and content")
     weights = message_weights(messages, section.action, cfg.mask, cfg.mask_default)
@@ -124,12 +162,7 @@ def _add_chat(self:SourceBuilder, pieces, row, section, messages, record):
         checked_text(r.text, section.field)
         starts = _turn_starts(r.turns) if self.turns else ()
         pieces.add(row, r.text, spans=[(0,len(r.text),ws[0])] if alone else [(a,b,ws[i]) for a,b,i in spans], turns=starts)
-
-def _turn_starts(turns):
-    "First characters of messages; one whose place is not known begins where the one before does"
-    res = []
-    for t in turns: res.append(t[0] if t else res[-1] if res else 0)
-    return res
+    if key and not more: self._note_like(key, section, messages, weights)
 
 # %% ../nbs/07_sections.ipynb #6464ea38
 @patch

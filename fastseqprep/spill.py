@@ -58,9 +58,9 @@ def mapped_file(
     x, # an array
 )->mmap.mmap|None:
     "The file map, shared with the file, that an array is a view of"
-    while isinstance(x, np.ndarray):
+    while isinstance(x, (np.ndarray,memoryview)):
         if getattr(x, 'mode', None)=='c': return None # its changes are nowhere but in memory
-        x = x.base
+        x = x.obj if isinstance(x, memoryview) else x.base
     return x if isinstance(x, mmap.mmap) else None
 
 _around = 1<<16 # the system maps this much around a page that is touched

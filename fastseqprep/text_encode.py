@@ -7,13 +7,13 @@ __all__ = ['MOST_VALUES', 'fields_read', 'source_texts', 'source_hashes', 'build
            'keeps_turns', 'Scratch', 'read_scratch', 'in_order', 'rare_gc', 'encode_split', 'encode_specs']
 
 # %% ../nbs/19c_text_encode.ipynb #4f1bd8d2
-import functools, gc, importlib, json, os, threading
+import functools, gc, importlib, json, mmap, os, threading
 from collections import deque
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
+import numpy as np, pyarrow as pa
 
 from .fast_encoder import open_tokenizer
 from .hashing import split_position, stable_hash
@@ -22,7 +22,7 @@ import fastseqprep.preferences # registers its builder, in worker processes too
 from .ragged import Ragged, arrow_array, lengths_to_offsets, numpy_array
 from .roles import did_you_mean
 from .sections import Built, builders
-from .spill import read_arrays, write_arrays
+from .spill import write_arrays
 from .text_config import TextConfig
 from .text_input import InputSplit, read_split
 from .text_tokenizer import TextTokenizer
@@ -157,8 +157,11 @@ class Scratch:
 def read_scratch(
     path, # of a scratch file
 )->dict: # name → array, mapped
-    "The arrays of a scratch file"
-    return {k:numpy_array(v) for k,v in read_arrays(path).items()}
+    "The arrays of a scratch file, of which `release_pages` gives back what was read"
+    with open(path, 'rb') as f: m = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
+    batch,start = pa.ipc.open_file(pa.py_buffer(m)).get_batch(0),np.frombuffer(m, np.uint8).__array_interface__['data'][0]
+    res = {k:numpy_array(col.values) for k,col in zip(batch.schema.names, batch.columns)}
+    return {k:np.frombuffer(m, v.dtype, len(v), v.__array_interface__['data'][0]-start) if len(v) else v for k,v in res.items()}
 
 # %% ../nbs/19c_text_encode.ipynb #ce77a6a5
 def in_order(

@@ -154,10 +154,13 @@ def _encode(self:TextPipeline, run, files, tok, encoder):
     return read
 
 @patch
-def _encode_any(self:TextPipeline, run, files, tok):
-    "Encode with the encoder that is best for tokenizer and data; begin again with the plain one if it goes wrong at work"
-    splits = input_splits(files)
-    encoder = choose_encoder(tok, sample_of(splits, self.cfg.seed) if self.fast else (), self.fast)
+def _choose_encoder(self:TextPipeline, files, tok):
+    "The encoder that is best for tokenizer and data"
+    return choose_encoder(tok, sample_of(input_splits(files), self.cfg.seed) if self.fast else (), self.fast)
+
+@patch
+def _encode_any(self:TextPipeline, run, files, tok, encoder):
+    "Encode, and begin again with the plain encoder if another goes wrong at work"
     try: return self._encode(run, files, tok, encoder),encoder
     except EncoderDiffers as e:
         if self.fast is True: raise
@@ -198,20 +201,22 @@ def _run(self:TextPipeline, began):
     if fs.isfile(out): raise FileExistsError(f"{self.output_dir} is a file, expected a folder to write to: choose another output_dir")
     files = list_inputs(self.inputs)
     hashed = aside(input_files, list(dict.fromkeys(f.path for f in files)))
-    tok,made,inputs = open_tokenizer(self.tokenizer_path, self.fast),not exists(self.output_dir),hashed.result()
+    tok,made = open_tokenizer(self.tokenizer_path, self.fast),not exists(self.output_dir)
+    chosen = aside(self._choose_encoder, files, tok) # while inputs are still hashed
+    inputs = hashed.result()
     names = tuple(f'{p}*/shard_*/{o}' for p in ('','*/') for o in ('*.bin','meta.json'))
     try:
         with begin_run(self.output_dir, 'text', self._settings(tok, files, inputs), inputs, names, self.overwrite) as run:
-            if run.done is None: self._work(run, files, tok)
+            if run.done is None: self._work(run, files, tok, chosen.result())
             return TextResult(self.output_dir, run.done.manifest, time.monotonic()-began)
     except BaseException:
         if made and not is_remote(self.output_dir) and self.output_dir.is_dir() and not any(self.output_dir.iterdir()): self.output_dir.rmdir()
         raise
 
 @patch
-def _work(self:TextPipeline, run, files, tok):
+def _work(self:TextPipeline, run, files, tok, encoder):
     "Encode, plan, write, and put in place"
-    read,encoder = self._encode_any(run, files, tok)
+    read,encoder = self._encode_any(run, files, tok, encoder)
     if not read.scratch: raise _nothing_left(read)
     enc = EncodedRecords(read.scratch, self.cfg)
     self._check_lengths(enc, read)

@@ -19,7 +19,7 @@ from .files import file_size, safe_join
 from .pack import Packing, cut_rows, pack
 from .ragged import Ragged, lengths_to_offsets, range_index
 from .sections import as_dtype
-from .spill import write_arrays
+from .spill import release_pages, write_arrays
 from .text_config import TextConfig, is_value
 from .text_encode import read_scratch
 from .token_store import ShardArray, TokenStore, domain_folders, write_token_shard
@@ -268,6 +268,13 @@ def _slices(lengths):
 
 def _typed(values, dtype, name): return values if values.dtype==dtype else as_dtype(values, dtype, name)
 
+def _let_go(slices, parts):
+    "The same slices; now and then memory of what was read for them is given back, so that it is the same for any size"
+    for i,o in enumerate(slices, 1):
+        yield o
+        if i%8==0:
+            for p in parts: release_pages(p)
+
 def _runs(starts, lengths):
     "The same places, with those that follow on each other as one"
     first = np.flatnonzero(np.append(True, starts[1:]!=(starts+lengths)[:-1]))
@@ -278,7 +285,7 @@ def _piece_array(enc, key, rows, starts, lengths, dtype):
     begins,_ = enc.store.row_places(key)
     at = begins[rows]+starts
     values = (_typed(enc.store.slices(key, *_runs(at[s], lengths[s])), dtype, key) for s in _slices(lengths))
-    return ShardArray(values, dtype, lengths_to_offsets(lengths))
+    return ShardArray(_let_go(values, [s.values[key] for s in enc.store.segments]), dtype, lengths_to_offsets(lengths))
 
 def _row_ranges(enc, key, owners, first):
     "Rows of an output that is not packed, their lengths, and which are of which piece"

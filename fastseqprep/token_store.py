@@ -68,11 +68,12 @@ class ShardArray:
 
 def _write_raw(path, slices, dtype)->int: # values written
     "Write numbers end to end"
-    n,dtype = 0,np.dtype(dtype).newbyteorder('<')
+    n,told,dtype = 0,0,np.dtype(dtype).newbyteorder('<')
     with atomic_write(path) as f:
         for o in slices:
             f.write(memoryview(np.ascontiguousarray(o, dtype)).cast('B') if len(o) else b'')
             n += len(o)
+            told = start_writeback(f, told)
     return n
 
 def write_token_shard(

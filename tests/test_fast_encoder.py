@@ -122,8 +122,8 @@ def test_differs_while_at_work(monkeypatch):
     monkeypatch.setattr(FastEncoder, 'raw', odd('zebra'))
     tok,texts = tokenizer('gpt2'),[f'a zebra with {i} stripes' for i in range(3000)]
     enc = choose_encoder(tok, ['a horse'], True)
-    looked = [i for i,o in enumerate(texts) if fe._is_checked(o)]
-    assert looked
+    looked = fe._looked_at(texts)
+    assert 0<len(looked)<20
     for size in (7, 100, 3000):
         hit = []
         for lo in range(0, len(texts), size):

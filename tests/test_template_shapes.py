@@ -2,7 +2,12 @@
 import re
 
 import numpy as np, pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 
+import fastseqprep.sections as sections
+from fastseqprep.sections import make_builder
+from fastseqprep.text_config import TextConfig
+from fastseqprep.text_tokenizer import TextTokenizer
 from fastseqprep.templates import ChatTemplate, TemplateError
 from test_templates import STYLES, published_templates, special_of
 
@@ -76,3 +81,55 @@ def test_many_kinds_cost_little():
     for i in range(300):
         for _ in range(2): t.spans([dict(role='user', content='Hi', n=i)], [0])
     assert t.shapes.tried<=102
+
+
+@pytest.fixture(scope='module')
+def tokenizer_of(tmp_path_factory):
+    "A tokenizer of single bytes with a chat template"
+    folder = tmp_path_factory.mktemp('bytes')
+    t = Tokenizer(models.BPE({c:i for i,c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    t.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    t.add_special_tokens([*TOKENS.values(), '<|im_start|>','<|im_end|>','<|eot_id|>','</s>','<s>'])
+    t.save(str(folder/'tokenizer.json'))
+    def make(source):
+        res = TextTokenizer(folder)
+        res.templates,res.special_tokens = {'default':source},dict(TOKENS)
+        return res
+    return make
+
+
+def outputs(built):
+    o = built.outputs['sequence']
+    return [built.rows.tolist(), o.values.values.tolist(), o.values.offsets.tolist(), o.mask.values.tolist(), None if o.turns is None else o.turns.values.tolist(), built.dropped, built.failed]
+
+
+@pytest.mark.parametrize('keys', [{}, dict(train_span='turn'), dict(mask_default='train'), dict(overlong='split', prompt=True)], ids=str)
+@pytest.mark.parametrize('style', sorted(SOURCES))
+def test_records_like_others(style, keys, tokenizer_of, monkeypatch):
+    "Conversations of the roles of earlier ones come to the same as if each was the first"
+    tok,keys = tokenizer_of(SOURCES[style]),dict(keys)
+    section = dict(field='messages', action='$role', template=True, add_generation_prompt=keys.pop('prompt', False))
+    cfg = TextConfig(input=dict(sections=[section]), mask=dict(user='mask', system='mask', assistant='train'), template_time='2026-01-31', tools_field='tools', untrained='keep', **keys)
+    rng = np.random.default_rng(len(style))
+    records = [dict(messages=m, id=i, **(dict(tools=[dict(type='function', function=dict(name='look'))]) if rng.random()<.1 else {})) for i,m in enumerate(conversations(rng, 120))]
+    records.insert(60, dict(messages=[dict(role='user', content='half \ud800 a pair'), dict(role='assistant', content='x')]))
+    whole = make_builder(cfg, tok, turns=True)
+    got = outputs(whole.build(records))
+    assert outputs(whole.build(records))==got              # by now all are like others
+    if style in ('chatml','llama3') and not keys: assert any(whole.sources['sequence'].recipes.values())
+    monkeypatch.setattr(sections, 'plain_roles', lambda messages: None)
+    slow = make_builder(cfg, tok, turns=True)
+    assert outputs(slow.build(records))==got and not slow.sources['sequence'].recipes
+
+
+def test_like_others_until_a_shape_is_wrong(tokenizer_of):
+    cfg = TextConfig(input=dict(sections=[dict(field='messages', action='mask', template=True)]), untrained='keep')
+    b = make_builder(cfg, tokenizer_of("{% for m in messages %}{{ m.content }}{% endfor %}"))
+    records = [dict(messages=[dict(role='user', content=f'Hi {i}')]) for i in range(9)]
+    def texts(): return outputs(b.build(records))
+    first,source = texts(),b.sources['sequence']
+    (shape,_), = source.recipes[next(iter(source.recipes))]
+    shape.parts.append('wrong')
+    assert texts()!=first
+    source.templates['default'].shapes.program = False     # as when any shape of the template was found to be wrong
+    assert texts()==first
