@@ -82,6 +82,9 @@ def project(folder, data, keys):
 def outputs(folder): return sorted(f for f in (folder/'data').rglob('*') if f.is_file() and f.suffix in ('.parquet', '.pt', '.csv'))
 
 
+def facts_of(folder): return sorted([*(folder/'data').rglob('metadata.json'), *(folder/'configs'/'metadata_configs').glob('*.json')])
+
+
 def windows(folder, merged):
     "Windows of each split"
     import polars as pl
@@ -105,7 +108,7 @@ def limit(a, folder, data, made, keys):
     folder.mkdir(parents=True)
     spec, res = folder/'task.json', folder/'result.json'
     source = data/'log' if (data/'log').is_dir() else data/'log.parquet'
-    spec.write_text(json.dumps(dict(input=str(source), out=str(folder), files=[str(f) for f in outputs(made)], merged=keys['merge_output'])))
+    spec.write_text(json.dumps(dict(input=str(source), out=str(folder), files=[str(f) for f in [*outputs(made), *facts_of(made)]], merged=keys['merge_output'])))
     facts = watch([sys.executable, HERE/'peers'/'polars_table.py', spec, res], folder)
     aside = json.loads(res.read_text()) # what it took to load the finished windows
     return dict({k: facts[k] - v for k, v in aside.items()}, peak_mb=facts['peak_mb'])
@@ -161,7 +164,8 @@ NOTES = """Windows of 65 items every 64, three splits (80, 10 and 10 % of each s
 180 rows, rows in order of time. Every figure is of a whole command, started afresh, with two cores: wall and CPU seconds from its start to its end
 (imports of compiled modules and workers included), *memory* the peak of the resident sizes of all its processes added up (pages that they share counted in each).
 *polars* is no window maker: it reads the same rows, sorts them by sequence and position, and writes the same windows that are already made
-(for PT, the same bytes), which is the least that such a job can do; loading those windows is left out of its time, but not of its memory.
+(for PT, the same bytes) and the metadata beside them, with its maps of values to ids, as bytes; that is the least that such a job can do. Loading
+what is written so is left out of its time, but not of its memory.
 """
 
 

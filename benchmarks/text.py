@@ -168,7 +168,7 @@ def export_part(a, pys):
 NOTES = """Texts are runs of lines out of the standard library and pydoc's topics, and conversations about them (`_text_data.py`, seeded); the tokenizer is a byte-level BPE of 32,000
 tokens that cuts words as Llama 3 does. *encode_batch_fast alone* gets texts that are in memory, chats rendered before, and throws its results away; all others read JSON lines and write files. Ours
 and datatrove write an end token after each document, and so does the function that `map` calls. Ours writes ids, offsets and, for chats, masks; opening the tokenizer, comparing the encoders and hashing what is written count.
-Seconds are without imports. Everyone gets the whole machine: tokenizers uses all cores by itself, and *fast* is one process with two threads. Half a second of *fast* goes into opening
+Seconds are without imports. Everyone gets the whole machine: tokenizers uses all cores by itself, and *fast* is one process with two threads. Four tenths of a second of *fast* go into opening
 and comparing the encoders, whatever the size of the input; workers are processes that start anew, import, and open the tokenizer each for itself, and that counts.
 """
 

@@ -10,9 +10,9 @@ __all__ = ['UNKNOWN', 'OTHER', 'MASK', 'LABELS', 'FIRST_ID', 'category_kind', 'c
 import json, re, warnings
 from collections import Counter
 from pathlib import Path
-import numpy as np, polars as pl, pyarrow as pa, pyarrow.compute as pc
+import numpy as np, polars as pl
 from fastcore.basics import listify, patch
-from .ragged import arrow_array
+from .metadata import json_lines
 from .roles import did_you_mean
 from .rules import CardinalityRule, Hashing
 from .vocab import as_series, dictionary_encode, find_sorted
@@ -68,8 +68,8 @@ def find_integers(
         inside = (values>=keys[0]) & (values<=keys[-1])
         place = table[np.where(inside, values-keys[0], span).astype(np.int64)]
     else:
-        found = pc.index_in(arrow_array(values), value_set=arrow_array(keys))
-        place = found.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
+        known = pl.DataFrame({'key':keys, 'place':np.arange(len(keys))})
+        place = pl.DataFrame({'key':values}).join(known, on='key', how='left', maintain_order='left')['place'].fill_null(-1).to_numpy()
     return place if fits is None else np.where(fits, place, -1)
 
 # %% ../nbs/01a_categories.ipynb #efd2ed62
@@ -281,13 +281,29 @@ def check_fits(self:Categories,
 def to_map(self:Categories)->dict: # text → id
     "Labels and ids"
     if self._map is not None: return dict(self._map)
-    res = dict(zip(self.values.cast(pl.String).to_list(), self.ids.tolist()))
+    return {**dict(zip(self.values.cast(pl.String).to_list(), self.ids.tolist())), **self._more_labels()}
+
+@patch
+def _more_labels(self:Categories)->dict:
+    "Labels that are no values, as they stand behind the values"
     reserved = {k:LABELS[k] for k in ('[unknown]','[other]')}
-    if self.kind=='text' or not res and self.rule: res.update(reserved)
-    if self.hashing:
-        res.update({_bucket_label(i):self.first_bucket+i for i in range(self.hashing.num_buckets)})
-        res.update(reserved)
-    return res
+    buckets = {_bucket_label(i):self.first_bucket+i for i in range(self.hashing.num_buckets)} if self.hashing else {}
+    if self.kind=='text' or not len(self.values) and self.rule: return {**reserved, **buckets}
+    return {**buckets, **reserved} if buckets else {}
+
+def _is_plain(texts:pl.Series)->bool:
+    "Does JSON have these texts as they are, in quotes?"
+    data = texts.to_arrow(compat_level=pl.CompatLevel.oldest()).buffers()[2]
+    data = np.frombuffer(data or b'', np.uint8)
+    return not ((data<32) | (data>126) | (data==ord('"')) | (data==ord('\\'))).any()
+
+@patch
+def map_lines(self:Categories)->str:
+    "`json_lines` of the map"
+    texts = self.values.cast(pl.String)
+    if self._map is not None or not len(texts) or not _is_plain(texts): return json_lines(self.to_map())
+    own = pl.DataFrame({'text':texts, 'id':self.ids}).select(pl.format('"{}": {}', 'text', 'id').str.join('\n')).item()
+    return '\n'.join(filter(None, [own, json_lines(self._more_labels())]))
 
 # %% ../nbs/01a_categories.ipynb #e6994eb9
 _words = {'0':0,'1':1,'false':0,'true':1}

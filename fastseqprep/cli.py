@@ -11,7 +11,6 @@ import argparse, difflib, os, sys, time
 from importlib.util import find_spec
 from inspect import Parameter, signature
 
-from fastcore.docments import docments
 from . import __version__
 from .table_command import preprocess_command
 from .text_command import export_command, preview_command, text_command
@@ -39,6 +38,7 @@ def add_arguments(
     fn, # function with documented parameters
 ):
     "Arguments and options for the parameters of a function"
+    from fastcore.docments import docments # it loads much, and only commands that are described by their functions need it
     docs = docments(fn)
     for name,p in signature(fn).parameters.items():
         kind,text,flag = p.annotation, docs.get(name) or '', '--'+name.replace('_','-')

@@ -19,6 +19,7 @@ from .blocks import altered, stored_dtype
 from .categories import *
 from .depth import Slots
 from .files import exists, read_bytes
+from .metadata import IdMap
 from .moments import *
 from .ragged import Ragged, lengths_to_offsets, range_index
 from .roles import did_you_mean
@@ -383,11 +384,14 @@ def encode(self:FittedColumns,
 
 # %% ../nbs/19a_columns.ipynb #9c05bc9c
 @patch
-def to_metadata(self:FittedColumns)->dict: # keys as in the metadata of a run
+def to_metadata(self:FittedColumns,
+    lazy:bool=False, # maps of ids as `IdMap`s, which are made when they are asked for
+)->dict: # keys as in the metadata of a run
     "What was fitted, as plain data"
+    def ids(c): return IdMap(c.to_map, c.map_lines) if lazy else c.to_map()
     cats,texts = ([f for f in self if f.role==r] for r in ('categorical','text'))
     more = dict(text_columns={f.name: dict(max_tokens=f.max_tokens, **f.text.to_metadata()) for f in texts}) if texts else {}
-    return dict(n_classes={f.name: f.n_classes for f in self if f.role in ('categorical','text')}, id_maps={f.name: f.categories.to_map() for f in cats}, column_data_types={f.name: f.dtype for f in self},
+    return dict(n_classes={f.name: f.n_classes for f in self if f.role in ('categorical','text')}, id_maps={f.name: ids(f.categories) for f in cats}, column_data_types={f.name: f.dtype for f in self},
         selected_columns_statistics={f.name: dict(mean=f.mean, std=f.std) for f in self if f.role=='real'}, normalize_real_columns=self.normalize, **more)
 
 def reused_role(

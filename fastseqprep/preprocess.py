@@ -209,7 +209,7 @@ def run_metadata(
     prep:Preparation,
 )->dict: # see `dataset_metadata`
     "What is known of a run"
-    own,old = prep.fitted.to_metadata(),prep.reused
+    own,old = prep.fitted.to_metadata(lazy=True),prep.reused
     fitted = {k: ({**old[k], **own[k]} if old else own[k]) for k in ('n_classes','id_maps','column_data_types','selected_columns_statistics')}
     texts = {**((old or {}).get('text_columns') or {}), **own.get('text_columns', {})}
     meta = dataset_metadata(**fitted, split_paths=[f'{cfg.project_root}/data/{cfg.name}-split{i}' + (f'.{cfg.write_format}' if cfg.merge_output else '') for i in range(cfg.n_splits)],

@@ -32,15 +32,18 @@ class Notes:
 @patch
 def put(self:Notes, name, result)->None:
     "Note the result of the task `name`"
-    with atomic_write(safe_join(self.folder, f'{name}.json'), sync=False) as f: f.write(json.dumps(result, allow_nan=False).encode())
+    text = json.dumps(result, allow_nan=False)
+    with atomic_write(safe_join(self.folder, f'{name}.json'), sync=False) as f: f.write(json.dumps([content_hash(text), text]).encode())
 
 @patch
 def get(self:Notes, name):
     "The noted result; none when the task is not noted, or a file that it listed is not there as it was written"
     path = safe_join(self.folder, f'{name}.json')
     if not exists(path): return None
-    try: res = read_json(path)
-    except StoreError: return None # the power failed before the disk had it
+    try: digest,text = read_json(path)
+    except (StoreError,ValueError,TypeError): return None # the power failed before the disk had it
+    if content_hash(text)!=digest: return None
+    res = json.loads(text)
     files = res.get('outputs', []) if isinstance(res, dict) and self.out is not None else []
     def whole(path, f): return exists(path) and file_size(path)==f['bytes'] and f.get('sha256') in (None, path_hash(path))
     return res if all(whole(safe_join(self.out, f['name']), f) for f in files) else None

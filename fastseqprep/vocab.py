@@ -8,7 +8,7 @@ __all__ = ['SPECIALS', 'KEY_SPECIALS', 'NULL', 'PAD_ID', 'MASK_ID', 'UNK_ID', 'N
            'keep_values', 'find_sorted', 'ValueVocab']
 
 # %% ../nbs/01_vocab.ipynb #b4a70bcb
-import numpy as np, polars as pl, pyarrow as pa, pyarrow.compute as pc
+import numpy as np, polars as pl, pyarrow as pa
 from fastcore.basics import patch
 
 # %% ../nbs/01_vocab.ipynb #dc7211bf
@@ -67,7 +67,7 @@ def dictionary_encode(
     column, # a column of any plain type
 )->tuple: # codes (n,) int32, -1 where missing; the distinct values as an Arrow array
     "A column as its distinct values, and the place of each row's value among them"
-    arr = pc.dictionary_encode(as_series(column).to_arrow())
+    arr = as_series(column).to_arrow().dictionary_encode()
     if isinstance(arr, pa.ChunkedArray): arr = arr.combine_chunks()
     codes = pl.from_arrow(arr.indices)  # filled by polars: a scalar of Arrow would load pandas, where it is installed
     return codes.cast(pl.Int32).fill_null(-1).to_numpy(), arr.dictionary
@@ -116,8 +116,8 @@ def find_sorted(
     "Where each text stands in a sorted list"
     if not len(values): return np.full(len(texts), -1)
     if len(values) <= 4*len(texts):
-        place = pc.index_in(texts.to_arrow(), value_set=values.to_arrow(), skip_nulls=True)
-        return pl.from_arrow(place).fill_null(-1).cast(pl.Int64).to_numpy()
+        known = pl.DataFrame({'text':values, 'place':np.arange(len(values))})
+        return pl.DataFrame({'text':texts}).join(known, on='text', how='left', maintain_order='left')['place'].fill_null(-1).to_numpy()
     place = values.search_sorted(texts.fill_null('')).to_numpy().astype(np.int64).clip(max=len(values)-1)
     return np.where((values.gather(place)==texts).fill_null(False).to_numpy(), place, -1)
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st, HealthCheck
 from fastseqprep.blockfiles import BlockWriter, _LongParquet, block_writer, read_block, split_files
 from fastseqprep.blocks import *
 from fastseqprep.files import StoreError, read_bytes
-from fastseqprep.metadata import dataset_metadata, split_metadata, write_metadata
+from fastseqprep.metadata import IdMap, dataset_metadata, split_metadata, write_metadata
 from fastseqprep.payload import LayoutSpec, coordinate_names, load_pt_payload
 
 cases = Path(__file__).parent/'cases'/'windows'
@@ -326,12 +326,16 @@ def test_real_columns_are_halved_only_where_it_is_said(single):
 json_values = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5) | st.just(',\n    '), lambda o: st.lists(o, max_size=4) | st.dictionaries(st.text(max_size=4), o, max_size=4), max_leaves=15)
 
 
-@given(st.dictionaries(st.text(max_size=4), json_values, max_size=4), st.sampled_from([None, 1, 4]))
+json_keys = st.text(max_size=4) | st.integers() | st.booleans() | st.none() | st.floats(allow_nan=False, allow_infinity=False)
+id_maps = st.dictionaries(st.text(max_size=4), st.integers(), max_size=4).map(IdMap)
+
+
+@given(st.dictionaries(json_keys, json_values | id_maps, max_size=4), st.sampled_from([None, 1, 4]))
 @settings(deadline=None)
 def test_metadata_is_laid_out_as_json_does_it(meta, indent):
     with TemporaryDirectory() as tmp:
         write_metadata(Path(tmp)/'m.json', meta, indent=indent)
-        assert (Path(tmp)/'m.json').read_text(encoding='utf-8') == json.dumps(meta, indent=indent)
+        assert (Path(tmp)/'m.json').read_text(encoding='utf-8') == json.dumps(meta, indent=indent, default=dict)
 
 
 def test_a_wider_common_dtype(tmp_path):

@@ -285,3 +285,12 @@ def test_a_million_texts():
     limited = Categories.fit(million, rule=CardinalityRule(top_k=1000, hashing=dict(num_buckets=64)))
     ids = limited.encode(million)
     assert limited.tally(ids)['known'] == 1000 and ids.max() == limited.n_classes-1 and limited.values.to_list() == sorted(million.to_list())[:1000]
+
+
+@quick
+@given(columns())
+def test_lines_of_a_map_are_its_json(column):
+    rows, _, dtype, rule = column
+    try: cats = fit(rows, dtype, rule)
+    except ValueError: return
+    for o in (cats, Categories.from_map(cats.to_map(), pl.Series([], dtype=dtype).dtype, cats.rule, 'x')): assert o.map_lines() == json.dumps(o.to_map(), separators=('\n', ': '))[1:-1]

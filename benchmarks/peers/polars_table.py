@@ -17,9 +17,9 @@ def main():
     pl.scan_parquet(source/'**/*.parquet' if source.is_dir() else source).collect().sort('sequenceId', 'itemPosition')
     for f in map(Path, task['files']):
         kind, before = f.suffix[1:], now()
-        data = f.read_bytes() if kind == 'pt' else pl.read_csv(f) if kind == 'csv' else pl.read_parquet(f)
+        data = f.read_bytes() if kind in ('pt', 'json') else pl.read_csv(f) if kind == 'csv' else pl.read_parquet(f)
         aside = [a + t1 - t0 for a, t0, t1 in zip(aside, before, now())]
-        if kind == 'pt': (out/f.name).write_bytes(data)
+        if kind in ('pt', 'json'): (out/f.name).write_bytes(data)
         elif kind == 'csv': data.write_csv(out/f.name)
         else: data.write_parquet(out/f.name, compression='snappy' if task['merged'] else 'zstd')
     Path(sys.argv[2]).write_text(json.dumps(dict(wall_s=aside[0], cpu_s=aside[1])))
