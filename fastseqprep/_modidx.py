@@ -1760,6 +1760,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'fastseqprep.resume.Run.output': ('resume.html#run.output', 'fastseqprep/resume.py'),
                                     'fastseqprep.resume.Run.path': ('resume.html#run.path', 'fastseqprep/resume.py'),
                                     'fastseqprep.resume.Run.scratch': ('resume.html#run.scratch', 'fastseqprep/resume.py'),
+                                    'fastseqprep.resume._drop_caches': ('resume.html#_drop_caches', 'fastseqprep/resume.py'),
                                     'fastseqprep.resume._old_names': ('resume.html#_old_names', 'fastseqprep/resume.py'),
                                     'fastseqprep.resume._remove_inside': ('resume.html#_remove_inside', 'fastseqprep/resume.py'),
                                     'fastseqprep.resume._worth_keeping': ('resume.html#_worth_keeping', 'fastseqprep/resume.py'),

@@ -150,7 +150,7 @@ def _grads(self:ResumeCallback): return [None if p.grad is None else p.grad if p
 def state(self:ResumeCallback)->dict: # plain
     "The state of training"
     learn = self.learn
-    return dict(format=_state_format, training=self.training_facts, fit=self.fits, done=self.place is None, place=self.place, loader=self.loader_state,
+    return dict(format=_state_format, training=self.training_facts, fit=self.fits, done=self.resume_place is None, place=self.resume_place, loader=self.loader_state,
         model=dict(get_model(learn.model).state_dict()), opt=to_plain(learn.opt.state_dict()), grads=self._grads(), random=random_states(),
         train_iter=learn.train_iter, pct_train=learn.pct_train, callbacks=callback_states(self._others()), metrics=[to_plain(o) for o in learn.metrics], seconds=time.time()-getattr(getattr(learn, 'recorder', None), 'start_epoch', time.time()))
 
@@ -217,15 +217,15 @@ def before_fit(self:ResumeCallback):
     self.fits += 1
     self.ahead.begin(0, 0)
     self.ahead.busy = True
-    self.training_facts,self.place,self.loader_state,self.skip = self._training(),(0,0),self.dls.train.state_dict(),False
+    self.training_facts,self.resume_place,self.loader_state,self.skip = self._training(),(0,0),self.dls.train.state_dict(),False
     state = self._read()
     if state is not None and state['fit']>=self.fits:
         self.skip = state['fit']>self.fits or state['done']
         if state['fit']==self.fits:
             self._check(state)
             self._restore(state)
-            self.place,self.loader_state = state['place'],state['loader']
-        _say(self.learn, f'{self.path.name}: this training is done already' if self.skip else f'{self.path.name}: going on after {self.place[1]} batches of epoch {self.place[0]}')
+            self.resume_place,self.loader_state = state['place'],state['loader']
+        _say(self.learn, f'{self.path.name}: this training is done already' if self.skip else f'{self.path.name}: going on after {self.resume_place[1]} batches of epoch {self.resume_place[0]}')
         if self.skip: raise CancelFitException
     if self.on_signal: self._take_signals()
 
@@ -237,7 +237,7 @@ def before_train(self:ResumeCallback):
 @patch
 def after_batch(self:ResumeCallback):
     if self.training:
-        self.place,self.loader_state,self.unsaved = (self.epoch, self.iter+1),self.dls.train.state_dict(),True
+        self.resume_place,self.loader_state,self.unsaved = (self.epoch, self.iter+1),self.dls.train.state_dict(),True
         if self.iter+1==self.n_iter or self.every and self.train_iter%self.every==0: self.save()
     if self.caught is not None: self._leave(self.caught)
     self.ahead.busy = False
@@ -247,7 +247,7 @@ def after_epoch(self:ResumeCallback):
     if self.depth>1: return
     loader = self.dls.train.loader
     loader.set_epoch(loader.next_epoch) # all of it is next, also when this epoch was cut short
-    self.place,self.loader_state = (self.epoch+1, 0),self.dls.train.state_dict()
+    self.resume_place,self.loader_state = (self.epoch+1, 0),self.dls.train.state_dict()
     self.save()
 
 @patch
@@ -255,7 +255,7 @@ def after_fit(self:ResumeCallback):
     self.depth -= 1
     if self.depth: return
     self._let_signals()
-    self.learn.n_epoch,self.place = self.ahead.all_epochs,None
+    self.learn.n_epoch,self.resume_place = self.ahead.all_epochs,None
     if not self.skip: self.save()
 
 # %% ../nbs/32a_checkpoints.ipynb #92bf0e65

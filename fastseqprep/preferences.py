@@ -84,6 +84,8 @@ class PreferenceBuilder(SectionedBuilder):
         def joined(rows, b, a): return Ragged.interleave([Ragged(np.tile(b, n), np.arange(n+1)*len(b)), rows, Ragged(a, np.arange(n+1)*(len(a)//max(n, 1)))]).join(3).head(self.limit)
         ends = Ragged(out.mask.values, out.mask.offsets)
         last = np.append(ends.values, 0)[np.maximum(ends.offsets[1:]-1, 0)]
-        return Output(joined(out.values, before, np.tile(after, n)), joined(out.mask, np.zeros(len(before), out.mask.dtype), np.repeat(last, len(after)).astype(out.mask.dtype)), out.groups, out.lengths, out.turns)
+        values = joined(out.values, before, np.tile(after, n))
+        turns = None if out.turns is None else Ragged(np.minimum(out.turns.values+len(before), values.lengths[out.turns.row_ids]).astype(np.int32), out.turns.offsets) # what is put first is nobody's
+        return Output(values, joined(out.mask, np.zeros(len(before), out.mask.dtype), np.repeat(last, len(after)).astype(out.mask.dtype)), out.groups, out.lengths+len(before)+len(after), turns)
 
 if 'preference' not in builders: register_builder('preference')(PreferenceBuilder)

@@ -13,7 +13,7 @@ import numpy as np
 from fastcore.basics import patch, store_attr
 
 from .pieces import RecordError, text_of
-from .sections import make_builder
+from .sections import conversation_of, make_builder
 from .store import StoreError, has_manifest, open_store
 from .text_config import TextConfig, is_value
 from .text_pipeline import as_text_config
@@ -205,8 +205,9 @@ def _section_owners(cfg, source, filtered, record):
         value = record.get(s.field, '')
         if source.list_field:
             value = value if isinstance(value, list) else []
+            if s.template: value = [conversation_of(s, o) for o in value]
             rows += [roles(o) for o in value if isinstance(o, list) and o] if s.template else [[s.field] for o in value if cfg.blank_elements=='keep' or text_of(o, s.field, lenient).strip()]
-        elif s.template: flat += roles(value) if isinstance(value, list) else []
+        elif s.template: flat += roles(o) if isinstance(o := conversation_of(s, value), list) else []
         else:
             text = text_of(value, s.field, lenient)
             if text.strip() and not (filtered and not limits.min_chars<=len(text)<=limits.max_chars): flat.append(s.field)

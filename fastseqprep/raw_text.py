@@ -16,7 +16,7 @@ from .files import *
 from .preferences import is_preference
 from .ragged import Ragged, lengths_to_offsets, range_index
 from .roles import did_you_mean
-from .sections import make_builder
+from .sections import domain_of, make_builder
 from .text_config import TextConfig
 from .text_encode import encode_specs, encode_split
 from .text_input import SUFFIXES, input_splits, list_inputs
@@ -43,20 +43,51 @@ def _line_places(path):
             at += len(line)
     return np.array(places, np.int64).reshape(-1,3)
 
+def _line_domains(path, places, key):
+    "Domain of the record in each line; what cannot be read is an error when it is asked for"
+    def one(raw):
+        try: return domain_of(json.loads(raw), key)
+        except (ValueError,RecursionError,AttributeError): return '__default__'
+    with open(path, 'rb') as f:
+        for a,b,_ in places.tolist():
+            f.seek(a)
+            yield one(f.read(b-a))
+
+def _chosen_domains(path, domains, found):
+    "Domains to keep, in the order in which they were found"
+    domains = [domains] if isinstance(domains, str) else found if domains is None else domains
+    if lost := [o for o in domains if o not in found]: raise ValueError(f"{path} has no domain {lost[0]!r}{did_you_mean(lost[0], found)}; it has {', '.join(found)}")
+    return [o for o in found if o in domains]
+
 class LazyRecords:
     "Records of JSONL files, encoded one by one"
-    domains,lazy = ['__default__'],True
+    lazy = True
     def __init__(self,
         path, # file, folder or pattern
         cfg:TextConfig,
         tokenizer_path, # folder with tokenizer.json
+        domains=None, # names of domains to keep; by default all
     ):
         self.path,self.cfg,self.tokenizer_path = path,check_raw(cfg).model_copy(update=dict(untrained='keep')),tokenizer_path
         self.files = list_inputs(path)
         if bad := [o.path for o in self.files if o.kind!='jsonl' or o.packing]: raise ValueError(f"{bad[0]} is not plain lines of JSON, which are needed to read single records: give lazy=False")
         self.places = [_line_places(o.path) for o in self.files]
+        self._find_domains(domains)
         self.first = lengths_to_offsets([len(o) for o in self.places])
         self.builder.sources # what is wrong with the configuration shows here
+
+    def _find_domains(self, wanted):
+        "Domain of each record; those of other domains than are wanted are left out"
+        key,found = self.cfg.output.domain_key,{}
+        if not key: found['__default__'] = 0
+        codes = [np.fromiter((found.setdefault(d, len(found)) for d in _line_domains(o.path, p, key)), np.int64, len(p)) if key else np.zeros(len(p), np.int64) for o,p in zip(self.files, self.places)]
+        self.domains = _chosen_domains(self.path, wanted, found)
+        if len(self.domains)<len(found):
+            number = np.array([self.domains.index(o) if o in self.domains else -1 for o in found])
+            codes = [number[o] for o in codes]
+            self.places = [p[o>=0] for p,o in zip(self.places, codes)]
+        codes = np.concatenate(codes)
+        self.record_domains = codes[codes>=0] # (n,) numbers of `domains`
 
     @property
     def builder(self):
@@ -172,11 +203,7 @@ def encode_in_memory(
             if not res['files']: continue
             for domain,*arrays in _by_domain(EncodedRecords([f'{tmp}/{f}' for f in res['files']], cfg), res['domains']): found.setdefault(domain, []).append((files[i].path, *arrays))
     if not found: raise ValueError(f"no record of {path} is left: {', '.join(f'{n:,} {k}' for k,n in left.items()) or 'there is none'}")
-    if domains is not None:
-        domains = [domains] if isinstance(domains, str) else domains
-        if lost := [o for o in domains if o not in found]: raise ValueError(f"{path} has no domain {lost[0]!r}{did_you_mean(lost[0], found)}; it has {', '.join(found)}")
-        found = {k:v for k,v in found.items() if k in domains}
-    res = TokenStore(_joined(cfg, found))
+    res = TokenStore(_joined(cfg, {o:found[o] for o in _chosen_domains(path, domains, found)}))
     res.path,res.dropped = path,left
     return res
 

@@ -7,7 +7,7 @@ __all__ = ['Notes', 'lock_folder', 'lock_scope', 'Run', 'begin_run', 'unfinished
            'begin_addition']
 
 # %% ../nbs/10c_resume.ipynb #e3c1ccdf
-import json, os
+import json, os, re, shutil
 from pathlib import Path
 
 from fastcore.basics import patch
@@ -146,9 +146,20 @@ def _publish(self:Run, manifest:Manifest)->Store:
         if exists(self.path(o.name)): move_file(self.path(o.name), safe_join(self.folder, o.name))
     write_manifest(self.folder, manifest, self.scope)
     caches = sorted({f'{o.name.rpartition("/")[0]}/.cache'.lstrip('/') for o in manifest.outputs}) if self.scope else ['.cache']
-    for name in (work_name(self.scope), *caches): remove_folder(safe_join(self.folder, name))
+    remove_folder(self.work)
+    for name in caches: _drop_caches(safe_join(self.folder, name))
     self.done = Store(self.folder, manifest)
     return self.done
+
+def _drop_caches(folder)->None:
+    "Remove what was made of old outputs so that they could be mapped, and nothing else that lies there"
+    if is_remote(folder) or not folder.is_dir() or folder.is_symlink(): return
+    for o in folder.iterdir():
+        if not re.fullmatch(r'(.+\.)?[0-9a-f]{16}(\.lock|\.[0-9a-f]{8}\.tmp)?', o.name): continue
+        if o.is_dir() and not o.is_symlink(): shutil.rmtree(o, ignore_errors=True)
+        else: o.unlink(missing_ok=True)
+    try: folder.rmdir()
+    except OSError: pass # other things lie there
 
 def _remove_inside(folder, name:str)->None:
     "Remove a file of an earlier run, and its subfolder once that is empty; never through a link to elsewhere"

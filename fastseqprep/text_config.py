@@ -23,7 +23,7 @@ class Section(Rule):
     action: Literal['train','mask','$role','value'] = Field(description="Whether its tokens are trained. '$role': by the role of each message; 'value': numbers that are kept as they are, if it is the only section of a source.")
     template: bool = Field(False, description='The field is a list of messages, to be rendered by the chat template.')
     add_special_tokens: bool|None = Field(None, description='Add what the tokenizer adds to a text. By default only to the first text of a record.')
-    add_generation_prompt: bool = Field(False, description='End the conversation with what a model is given before it answers.')
+    add_generation_prompt: bool = Field(False, description='End the conversation with what a model is given before it answers. The field may be a text then, which is what a user says.')
 
 # %% ../nbs/18_text_config.ipynb #c7a97c2f
 def _without_nulls(given, names):
@@ -89,7 +89,7 @@ class RecordKeys(Rule):
     blank_elements: Literal['keep','drop'] = Field('keep', description='What becomes of a blank element of a list field.')
     untrained: Literal['drop','keep'] = Field('drop', description='What becomes of a record of which no token is trained, where some should be.')
     seq_truncation: Literal['keep_start','keep_end']|None = Field(None, description='Which end stays when a record is cut to max_seq_len; by default that of truncation_mode.')
-    overlong: Literal['truncate','split','drop','error'] = Field('truncate', description='What becomes of a record that is too long.')
+    overlong: Literal['truncate','split','drop','error'] = Field('truncate', description="What becomes of a record that is too long, for max_seq_len or for a bin. With the packing strategies wrapped and bfd_split, which put a long sequence into several bins, drop and error look at its max_seq_len only.")
     split_turns: bool = Field(False, description='Whether a conversation may be split within a message.')
     append_eos: bool = Field(False, description='End every text that is trained to its end with eos_token.')
     on_error: Literal['raise','skip'] = Field('raise', description='Whether a record that cannot be read or rendered ends the run, or is counted and left out.')

@@ -182,7 +182,7 @@ def lengths(self:TextDataset)->np.ndarray|None: # (n,) int64; None if they are n
 def domains(self:TextDataset)->np.ndarray: # (n,) int64 numbers of the store's `domains`
     "Domain of each sample; that of its first token, for a window over several"
     s = self.store
-    if self.is_lazy: return np.zeros(self.n, np.int64)
+    if self.is_lazy: return s.record_domains
     numbers = np.array([s.domains.index(o.domain) for o in s.segments], np.int64)
     if self.unit=='window': return numbers[np.searchsorted(lengths_to_offsets([len(o.values['sequence']) for o in s.segments]), self.starts, 'right')-1]
     return np.repeat(numbers, [len(o.bins)-1 if self.unit=='bin' else s._n_records(o, s.primary) for o in s.segments])
@@ -385,9 +385,8 @@ def load(cls:TextDataset,
         else:
             if part is not None: raise ValueError(f"{path} holds records, which have no parts before they are shards: leave part out, or run the text job")
             cfg,tok = raw_config(path, train_type, tokenizer_path, max_len, config)
-            if lazy is None: lazy = cfg.builder=='preference' and domains is None
-            if lazy and domains is not None: raise ValueError(f"{path}: domains of records are not known before they are encoded: give lazy=False, or leave domains out")
-            store = LazyRecords(path, cfg, tok) if lazy else encode_in_memory(path, cfg, tok, domains)
+            if lazy is None: lazy = cfg.builder=='preference'
+            store = (LazyRecords if lazy else encode_in_memory)(path, cfg, tok, domains)
     return cls(store, train_type, unit, window_size, stride, cross_documents)
 
 # %% ../nbs/30h_text_data.ipynb #3b60fad3
@@ -401,6 +400,6 @@ def _some_bytes(a):
 def content_key(self:TextDataset)->str: # 16 hexadecimal digits
     "A hash that changes with the samples"
     s = self.store
-    if self.is_lazy: what = [[o.path.rpartition('/')[2], p.tolist()[-1:] , len(p)] for o,p in zip(s.files, s.places)]+[s.cfg.resolved(results_only=True), s.builder.tok.hash]
+    if self.is_lazy: what = [[o.path.rpartition('/')[2], p.tolist()[-1:] , len(p)] for o,p in zip(s.files, s.places)]+[s.cfg.resolved(results_only=True), s.builder.tok.hash]+([s.domains, *_some_bytes(s.record_domains)] if s.cfg.output.domain_key else [])
     else: what = [[o.domain, [[k, *_some_bytes(v), *(_some_bytes(x[k]) for x in (o.offsets, o.groups) if x[k] is not None)] for k,v in o.values.items()]] for o in s.segments]
     return content_hash([self.train_type, self.unit, self.window_size, self.stride, self.n, what])[:16]

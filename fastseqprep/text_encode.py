@@ -37,14 +37,23 @@ def fields_read(
     more = [cfg.tools_field,cfg.documents_field] if any(o.template for o in sections) else []
     return sorted({*(o.field for o in sections), *filter(None, more), *(['prompt','input'] if cfg.builder=='preference' else [])})
 
+def _without_nulls(o):
+    "The same without what is null in objects"
+    if isinstance(o, dict): return {k:_without_nulls(v) for k,v in o.items() if v is not None}
+    return list(map(_without_nulls, o)) if isinstance(o, (list,tuple)) else o
+
 def source_texts(
     records, # list of objects
     fields, # names of what is read of them; None: all
-    nulls:bool=False, # is a field that is null another than one that is missing?
+    nulls:bool=False, # is a key that is null another than one that is missing?
 )->list: # of str
     "What is read of each record, as JSON with sorted keys"
-    def one(r): return {k:r[k] for k in (r if fields is None else fields) if k in r and (nulls or r[k] is not None)}
-    return [json.dumps(one(r), sort_keys=True, separators=(',',':'), default=str) for r in records]
+    def text(o): return json.dumps(o, sort_keys=True, separators=(',',':'), default=str)
+    def one(r):
+        read = {k:r[k] for k in (r if fields is None else fields) if k in r}
+        res = text(read)
+        return res if nulls or ':null' not in res else text(_without_nulls(read)) # few have any, and a text is searched faster than its objects
+    return list(map(one, records))
 
 # %% ../nbs/19c_text_encode.ipynb #f331eb8d
 def source_hashes(

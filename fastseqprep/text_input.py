@@ -51,8 +51,9 @@ def _in_folder(fs, folder):
         if lost := [o for o in listed if o not in found]: raise FileNotFoundError(f'{lost[0]} does not exist, but {state} names it')
         found = [o for o in found if o.rpartition('/')[0]+'/'!=home]+listed # in their order, and no caches
     def known(o): return os.path.splitext(o[:-len(os.path.splitext(o)[1])] if os.path.splitext(o)[1].lower() in _packings else o)[1].lower() in SUFFIXES
-    named = {'state.json','dataset_info.json','dataset_dict.json','dataset_config.json','manifest.json'}
-    return [o for o in found if known(o) and o.rpartition('/')[2] not in named]
+    named,shards = {'state.json','dataset_info.json','dataset_dict.json','dataset_config.json','manifest.json'},{o.rpartition('/')[0] for o in found if o.endswith('.bin')}
+    def about(o): return o.rpartition('/')[2] in named or o.endswith('/meta.json') and o.rpartition('/')[0] in shards # it tells of other files
+    return [o for o in found if known(o) and not about(o)]
 
 def list_inputs(
     paths, # a path or several: files, folders, patterns with * ? [ ], local or URLs

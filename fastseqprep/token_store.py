@@ -16,9 +16,10 @@ from fastcore.basics import patch, store_attr
 
 from .files import *
 from .hashing import stable_hash
+from .pack import Packing
 from .ragged import Ragged, lengths_to_offsets, range_index, take_ranges
 from .roles import did_you_mean
-from .store import has_manifest, open_store
+from .store import has_manifest, open_store, read_manifest
 
 # %% ../nbs/10h_token_store.ipynb #e4ff839e
 _reserved = {'con','prn','aux','nul',*(f'{o}{i}' for o in ('com','lpt') for i in range(1,10))}
@@ -191,7 +192,9 @@ def _listed_shards(folder, part):
     parts = facts['parts']
     if part is None: part = parts[0]
     if part not in parts: raise ValueError(f"{folder} has no part {part!r}{did_you_mean(part, parts)}; it has {', '.join(parts)}")
-    return [(safe_join(folder, s['path']), s['domain']) for s in facts['shards'] if s['part']==part]
+    res = [(safe_join(folder, s['path']), s['domain']) for s in facts['shards'] if s['part']==part]
+    if not res: raise FileNotFoundError(f"the part {part!r} of {folder} is empty, as none of the records went there; all are in {', '.join(o for o in parts if o!=part)}: read that, or run the text job with another share for validation or another seed")
+    return res
 
 def list_shards_of(
     path, # an output folder, one of its domains, or a shard
@@ -402,3 +405,15 @@ def pieces(self:TokenStore)->np.ndarray: # (rows, 2) int64
     "Record of each row, and its first token there"
     if self.has_pieces: return np.concatenate([s.pieces for s in self.segments])
     return np.stack([np.arange(self.n_records), np.zeros(self.n_records, np.int64)], 1)
+
+@patch
+def packing(self:TokenStore,
+    max_len:int=None, # tokens that a bin holds; by default as the run was told, else those of the fullest bin
+)->Packing:
+    "The bins as they were planned, to be drawn or checked"
+    bins = self.bin_rows()
+    pieces = Ragged(np.column_stack([self.pieces(), self.lengths()]), bins)
+    facts = not isinstance(self.path, (list,tuple)) and has_manifest(self.path) and read_manifest(self.path).facts['packing'] or {}
+    res = Packing(pieces, max_len or facts.get('max_packed_len'), facts.get('strategy', ''))
+    if res.max_len is None: res.max_len = int(res.lengths.max(initial=0))
+    return res

@@ -115,7 +115,7 @@ def test_texts_are_those_of_the_job(case, by_path):
 
 
 def test_tokens_are_kept_within_a_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, 'TEXTS', 3)
+    monkeypatch.setattr(module, 'KEPT_TEXTS', 3)
     df = pl.DataFrame(dict(sequenceId=1, itemPosition=range(8), note=TEXTS))
     e = Encoder.load(preprocess(dict(project_root=str(tmp_path), dataset_name='d', split_ratios=[1.], window_length=3, write_format='arrow', text_columns='note'), df, progress=False))
     want = e.encode_rows(df)

@@ -105,6 +105,7 @@ def test_all_gives_every_public_name():
     missing = [f'{n} of {m}' for (n,m),o in listed.items() if getattr(everything, n, None) is not o]
     assert not missing, f'not what fastseqprep.all calls by this name: {missing}'
     assert sorted(everything.__all__)==sorted({n for n,_ in listed}), 'fastseqprep.all gives names that no module lists'
+    assert not {'SLICE','TEXTS'} & set(everything.__all__), 'a name that says so little is in the way of those of a user'
 
 def test_all_without_torch():
     "Without torch and fastai the other modules are all there"

@@ -443,6 +443,16 @@ def test_what_is_done_stays_done(shards, whole_runs, tmp_path):
     assert not learn._grab_cbs(ResumeCallback) and not learn._grab_cbs(Ahead)
 
 
+def test_a_model_has_names_of_its_own(shards, tmp_path):
+    "fastai looks up a callback's names in learner and model, so its own are none that a model would use"
+    learn = noisy(shards, tmp_path)
+    learn.model.place = nn.Embedding(4, 4)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter('always')
+        run(learn, one_cycle, ResumeCallback())
+    assert not [o for o in found if 'shadowing' in str(o.message)] and isinstance(learn.place, nn.Embedding)
+
+
 def test_one_training_after_another(shards, tmp_path):
     "The loader's epochs go on from fit to fit"
     def fit(o, *cbs):

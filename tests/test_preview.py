@@ -151,6 +151,25 @@ def test_owners_of_preferences(tok):
     p = preview(TextConfig.for_shape('dpo', builder='preference'), dict(prompt='Hello', chosen='The sea', rejected='wide'), tok)
     assert [[o for _,o in row.parts] for row in p.rows]==[['user','assistant']]*2
 
+@pytest.mark.parametrize('shape', ['chat','dpo'])
+def test_what_is_put_first_is_nobodys(tok, tmp_path, shape):
+    "The beginning that the tokenizer puts before everything belongs to no message, also where records are cut"
+    from tokenizers.processors import TemplateProcessing
+    make_tokenizer(tmp_path)
+    t = Tokenizer.from_file(str(tmp_path/'tokenizer.json'))
+    t.post_processor = TemplateProcessing(single='<s> $A </s>', special_tokens=[(o, t.token_to_id(o)) for o in ('<s>','</s>')])
+    t.save(str(tmp_path/'tokenizer.json'))
+    (tmp_path/'tokenizer_config.json').write_text(json.dumps(dict(special_tokens=dict(bos_token='<s>', eos_token='</s>'), chat_template=CHATML)))
+    talk = [dict(role='system', content='is'), user('Hello'), answer('The sea is wide')]
+    def rows(**pre): return preview(TextConfig.for_shape(shape, bos='first', untrained='keep', preprocessing=pre, **(dict(builder='preference') if shape=='dpo' else {})), dict(messages=talk) if shape=='chat' else dict(chosen=talk, rejected=talk), tmp_path)
+    for row in rows().rows:
+        assert row.texts[0]=='<s>' and row.owners[0]=='' and [row.texts[s] for s,_ in row.parts]==['<|im_start|>']*3 and [o for _,o in row.parts]==['system','user','assistant']
+    assert rows().notes==[]
+    p = rows(max_seq_len=12)
+    n = len(rows().rows[0])
+    for row in p.rows: assert len(row)==12 and row.owners[:2]==['','system'] and all(s<=12 for s,_ in row.parts)
+    assert p.notes==[f'{row.name}: {n-12} of {n} tokens are cut off by max_seq_len=12' for row in p.rows]
+
 def test_text_says_it_all(tok):
     "Without colours, what stands between « and » is what is trained"
     p = preview(CHAT, dict(messages=[user('Hello'), answer('The\n\nsea '), user('?'), answer('wide')]), tok)

@@ -381,8 +381,44 @@ def test_domains_of_raw_records(tmp_path, toks):
     mixed = [x for b in text_dl(path, 'seq', 200, tokenizer_path=toks/'plain', config=cfg, weights=dict(wiki=3, web=1)) for x in b['sample'].tolist()]
     assert .6<np.mean(np.array(mixed)<10)<.9
     assert len(TextDataset.load('seq', path, tokenizer_path=toks/'plain', config=cfg, domains='wiki'))==10
-    with pytest.raises(ValueError, match='give lazy=False'): TextDataset.load('seq', path, tokenizer_path=toks/'plain', config=cfg, domains='wiki', lazy=True)
+    lazy = TextDataset.load('seq', path, tokenizer_path=toks/'plain', config=cfg, lazy=True)
+    assert lazy.store.domains==['wiki','web'] and lazy.domains.tolist()==[int(i%3>0) for i in range(30)]
+    for i,j in enumerate(np.argsort(lazy.domains, kind='stable')): assert torch.equal(lazy[int(j)]['input_ids'], ds[i]['input_ids'])
+    got = [int(x) for b in text_dl(lazy, batch_size=5, shuffle=True, weights=dict(wiki=3, web=1)) for x in b['sample']]
+    assert .6<np.mean(lazy.domains[got]==0)<.9
+    with pytest.raises(ValueError, match='web has no weight'): text_dl(lazy, batch_size=5, weights=dict(wiki=1))
+    some = TextDataset.load('seq', path, tokenizer_path=toks/'plain', config=cfg, domains='wiki', lazy=True)
+    assert len(some)==10 and some.store.domains==['wiki'] and not some.domains.any() and torch.equal(some[4]['input_ids'], lazy[12]['input_ids'])
+    assert len({o.content_key() for o in (lazy, some, pickle.loads(pickle.dumps(lazy)))})==2
+    with pytest.raises(ValueError, match="no domain 'wikj', did you mean 'wiki'"): TextDataset.load('seq', path, tokenizer_path=toks/'plain', config=cfg, domains=['wikj'], lazy=True)
     with pytest.raises(ValueError, match='no parts'): TextDataset.load('seq', path, tokenizer_path=toks/'plain', config=cfg, part='train')
+
+def test_domains_of_lines_that_cannot_be_read(tmp_path, toks):
+    "They are an error when they are asked for, as ever, and end nothing before"
+    path = tmp_path/'in.jsonl'
+    path.write_bytes(b'{"text":"the sea","site":"a"}\n{"text"\n[1]\n{"text":"wide","site":3}\n{"text":"x","site":"\\ud800"}\n\xff\n')
+    cfg = TextConfig.for_shape('pretrain', preprocessing=dict(min_chars=0), output=dict(domain_key='site'))
+    ds = TextDataset.load('seq', path, tokenizer_path=toks/'plain', config=cfg, lazy=True)
+    assert ds.store.domains==['a','__default__'] and ds.domains.tolist()==[0,1,1,1,1,1] and len(ds[3]['input_ids'])
+    for i in 1,2,4,5:
+        with pytest.raises(ValueError, match=f'in.jsonl:{i+1}'): ds[i]
+
+def test_prompts_that_are_texts(tmp_path, toks):
+    "Groups of answers to a text are those to what a user says, in shards and raw"
+    rows = [dict(prompt=f'What is {i}+2?', responses=['4','Five'], rewards=[1,.5]) for i in range(3)]
+    (tmp_path/'texts.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    (tmp_path/'chats.jsonl').write_text('\n'.join(json.dumps({**o, 'prompt':[dict(role='user', content=o['prompt'])]}) for o in rows))
+    made = [TextDataset.load('grpo', tmp_path/o, tokenizer_path=toks/'plain', lazy=lazy) for o in ('chats.jsonl','texts.jsonl') for lazy in (False,True)]
+    TextPipeline(TextConfig.for_shape('grpo'), tmp_path/'texts.jsonl', tmp_path/'out', toks/'plain', progress=False).run()
+    made.append(TextDataset.load(path=tmp_path/'out'))
+    assert TextTokenizer(toks/'plain').full.decode(made[0][0]['prompts'].tolist()).endswith('assistant\n')
+    for ds in made[1:]:
+        for a,b in zip(made[0], ds, strict=True):
+            assert torch.equal(a['prompts'], b['prompts']) and torch.equal(a['rewards'], b['rewards']) and all(map(torch.equal, a['responses'], b['responses']))
+    bare = TextConfig(input=dict(sources=dict(prompts=dict(sections=[dict(field='prompt', action='mask')]), **{k:v.model_dump() for k,v in TextConfig.for_shape('grpo').sources.items() if k!='prompts'})))
+    ds = TextDataset.load('grpo', tmp_path/'texts.jsonl', tokenizer_path=toks/'plain', config=bare) # without a template, as it stands
+    assert TextTokenizer(toks/'plain').full.decode(ds[0]['prompts'].tolist())=='What is 0+2?'
+    with pytest.raises(ValueError, match='expected a list of messages'): TextDataset.load('sft', tmp_path/'texts.jsonl', tokenizer_path=toks/'plain', config=TextConfig.for_shape('chat', input=dict(sections=[dict(field='prompt', action='$role', template=True)])))
 
 @pytest.mark.parametrize('lazy', [False,True])
 @pytest.mark.parametrize('key', [dict(dedupe=True), dict(validation=.1)])

@@ -8,6 +8,7 @@ from fastseqprep.text_config import TextConfig
 from fastseqprep.text_data import TextDataset
 from fastseqprep.text_dls import ShownText, TextDL, TextLoss, TokenAccuracy, split_text, text_dls
 from fastseqprep.text_pipeline import TextPipeline
+from fastseqprep.token_store import TokenStore
 
 @pytest.fixture(scope='module')
 def toks(tmp_path_factory): return tokenizers(tmp_path_factory.mktemp('toks'))
@@ -112,6 +113,14 @@ def test_shown(result, toks):
         x,y = dl.one_batch()
         s = dl.show_batch((x,y), max_n=2, show=False)
         assert isinstance(s, ShownText) and '⟦' in repr(s) and '<|im_end|>⟧' in repr(s) and 'background' in s._repr_html_() and '<|im_end|>' not in s._repr_html_()
+
+@pytest.mark.parametrize('share,empty,full', [(.01,'validation','train'), (.999,'train','validation')])
+def test_an_empty_part(tmp_path, toks, share, empty, full):
+    (tmp_path/'in.jsonl').write_text('\n'.join(json.dumps(dict(text=f'the sea is {i}')) for i in range(3)))
+    TextPipeline(TextConfig.for_shape('pretrain', validation=share, preprocessing=dict(min_chars=0)), tmp_path/'in.jsonl', tmp_path/'out', toks/'plain', progress=False).run()
+    for f in lambda: TokenStore(tmp_path/'out', empty), lambda: TextDataset.load(path=tmp_path/'out', part=empty), lambda: text_dls(tmp_path/'out', device='cpu'):
+        with pytest.raises(FileNotFoundError, match=f"the part '{empty}' of .*out is empty.* all are in {full}"): f()
+    assert len(TokenStore(tmp_path/'out', full).lengths())==3
 
 def test_what_cannot_be(result, toks, tmp_path):
     with pytest.raises(ValueError, match='has no parts'): text_dls(result.store('train'))

@@ -39,11 +39,11 @@ def test_read_back(tmp_path_factory, a, b, dtype, most):
     where = tmp_path_factory.mktemp('m')
     write_shards(where/'s', dict(a=a, b=[b]), dtype)
     rows = [r for o in [*a,b] for r in o]
-    before,text_export.SLICE = text_export.SLICE,most
+    before,text_export.EXPORT_SLICE = text_export.EXPORT_SLICE,most
     try:
         told = export_megatron(where/'s', where/'m')
         export_parquet(where/'s', where/'p.parquet')
-    finally: text_export.SLICE = before
+    finally: text_export.EXPORT_SLICE = before
     kind,found,documents = megatron(where/'m')
     assert (kind.name, found, documents)==(dtype, rows, [[r] for r in rows])
     assert told==dict(sequences=len(rows), documents=len(rows), tokens=sum(map(len, rows)))
@@ -142,7 +142,7 @@ def test_memory_does_not_grow(tmp_path):
     offsets = np.arange(rows+1)*200
     write_token_shard(lambda o: tmp_path/'s'/o, dict(sequence=ShardArray((np.full(200_000, i, 'int32') for i in range(40)), 'int32', offsets)))
     size = (tmp_path/'s/sequence.bin').stat().st_size
-    before,text_export.SLICE = text_export.SLICE,100_000
+    before,text_export.EXPORT_SLICE = text_export.EXPORT_SLICE,100_000
     try:
         for export in lambda: export_megatron(tmp_path/'s', tmp_path/'m'), lambda: export_parquet(tmp_path/'s', tmp_path/'p'):
             tracemalloc.start()
@@ -150,7 +150,7 @@ def test_memory_does_not_grow(tmp_path):
             peak = tracemalloc.get_traced_memory()[1]
             tracemalloc.stop()
             assert size>30e6 and peak<size/4, peak
-    finally: text_export.SLICE = before
+    finally: text_export.EXPORT_SLICE = before
     assert pq.ParquetFile(tmp_path/'p').num_row_groups==80 and megatron(tmp_path/'m')[1][-1]==[39]*200
 
 def test_by_megatron(tmp_path):

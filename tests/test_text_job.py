@@ -470,6 +470,54 @@ def test_records_that_begin_alike_are_not_duplicates(tmp_path, toks):
     (e,) = res.ledger.to_dict().values()
     assert e['kept']==2 and e['dropped']=={'duplicate':1}
 
+def test_nulls_of_a_table_are_no_content(tmp_path, toks):
+    "A table gives every message all keys; null is as missing, but for lenient types, and in lists it is not"
+    import pyarrow as pa, pyarrow.parquet as pq
+    chats = [dict(messages=[dict(role='user', content=f'question {i}'), dict(role='assistant', content='reply')]) for i in range(6)]
+    filled = [dict(messages=[dict(m, name=None, tool_calls=None) for m in o['messages']], source=None) for o in chats]
+    pq.write_table(pa.Table.from_pylist([*filled, dict(messages=[dict(role='user', content='question 0', name='me'), dict(role='assistant', content='reply')])]), tmp_path/'b.parquet')
+    path = [write(tmp_path/'a.jsonl', chats), tmp_path/'b.parquet']
+    res = job(path, tmp_path/'out', toks, {**CHAT, 'dedupe':True})
+    assert sum(e['kept'] for e in res.ledger.to_dict().values())==7 and res.ledger.to_dict()[str(path[1])]['dropped']=={'duplicate':6}
+    res = job(write(tmp_path/'c.jsonl', chats+filled), tmp_path/'lenient', toks, {**CHAT, 'dedupe':True, 'types':'lenient'})
+    assert res.ledger.to_dict()[str(tmp_path/'c.jsonl')]['kept']==12
+
+def test_what_is_not_the_runs_own_stays(tmp_path, toks):
+    "Runs in folders further inside, whatever these are named, and inputs are left alone; another job's output is not replaced"
+    from fastseqprep.store import Manifest, write_manifest
+    path = write(tmp_path/'d.jsonl', [dict(text=f'the sea is {i}', site='wiki') for i in range(30)])
+    cfg = {**beside(), 'output':dict(domain_key='site')}
+    for o,more in ('old',{}), ('train',dict(validation=.3)), ('parts',dict(validation=.3)): job(path, tmp_path/o, toks, {**cfg, **more})
+    before = files(tmp_path)
+    def kept(): return {k:v for k,v in files(tmp_path).items() if k in before}==before
+    res = job(tmp_path, tmp_path, toks, cfg) # shards of others are no inputs, nor in the way
+    assert kept() and [o.name for o in res.manifest.inputs]==['d.jsonl']
+    with pytest.raises(StoreError, match='train holds the output of another run, where the part train would be written'): job(path, tmp_path, toks, {**cfg, 'validation':.3}, overwrite=True)
+    res = job(tmp_path, tmp_path, toks, beside(max_seq_len=3), overwrite=True)
+    assert kept() and {o.name.rpartition('/')[0] for o in res.manifest.outputs}=={'__default__/shard_0000'} and not list((tmp_path/'wiki').rglob('*.*'))
+    (tmp_path/'table').mkdir()
+    write_manifest(tmp_path/'table', Manifest(job='events', config={}, inputs=[]))
+    with pytest.raises(StoreError, match='output of the events job, which the text job does not replace'): job(path, tmp_path/'table', toks, cfg, overwrite=True)
+    inside = write(tmp_path/'old/wiki/shard_0000/records.bin', [dict(text='the sea')])
+    for o in inside, tmp_path/'old/manifest.json':
+        with pytest.raises(ValueError, match='would be replaced'): job([path, o], tmp_path/'old', toks, cfg, overwrite=True)
+        assert o.exists()
+    assert kept()
+
+def test_bins_of_a_store_are_the_plan(tmp_path, toks):
+    "They can be drawn and checked as before they were written"
+    from fastseqprep.pack import pack
+    path = write(tmp_path/'d.jsonl', [dict(text=' '.join(['sea']*n)) for n in (3,9,30,2,14,1)])
+    for strategy in 'bfd','bfd_split','wrapped':
+        res = job(path, tmp_path/strategy, toks, {**beside(packing_strategy=strategy, max_packed_len=12)})
+        whole = job(path, tmp_path/f'{strategy}-whole', toks, beside()).store().lengths()
+        plan,found = pack(whole, 12, strategy),res.store().packing()
+        assert found.pieces==plan.pieces and (found.max_len, found.strategy)==(12, strategy)
+        assert TokenStore(tmp_path/strategy/'__default__').packing(12).pieces==plan.pieces
+        if strategy!='bfd': found.check(whole)
+    assert len(found.draw().patches)==len(plan.pieces.values)+len(plan)
+    with pytest.raises(StoreError, match='no bins'): TokenStore(tmp_path/'bfd-whole').packing()
+
 def test_pieces_name_their_record_in_any_shard(tmp_path, toks):
     "Domains, of which some records are split, and some shards have only whole ones"
     from fastseqprep.text_export import export_parquet
