@@ -1521,6 +1521,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'fastseqprep.preprocess._side_inputs': ( 'preprocess.html#_side_inputs',
                                                                                  'fastseqprep/preprocess.py'),
                                         'fastseqprep.preprocess._work': ('preprocess.html#_work', 'fastseqprep/preprocess.py'),
+                                        'fastseqprep.preprocess._write_metadata': ( 'preprocess.html#_write_metadata',
+                                                                                    'fastseqprep/preprocess.py'),
                                         'fastseqprep.preprocess.as_config': ('preprocess.html#as_config', 'fastseqprep/preprocess.py'),
                                         'fastseqprep.preprocess.cut_slots': ('preprocess.html#cut_slots', 'fastseqprep/preprocess.py'),
                                         'fastseqprep.preprocess.cut_windows': ('preprocess.html#cut_windows', 'fastseqprep/preprocess.py'),

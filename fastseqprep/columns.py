@@ -8,6 +8,7 @@ __all__ = ['ROLES', 'infer_role', 'column_roles', 'distinct_values', 'column_mom
 
 # %% ../nbs/19a_columns.ipynb #f267fb6d
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -380,7 +381,8 @@ def encode(self:FittedColumns,
     folder=None, # where files of mapped results go; by default they are in memory
 )->dict: # name → (N,) array
     "The numbers to be stored of all columns but texts"
-    return {n: f.encode(columns[n], self.normalize, mask, exact, folder) for n,f in self.columns.items() if f.role!='text'}
+    todo = [n for n,f in self.columns.items() if f.role!='text']
+    with ThreadPoolExecutor(2) as pool: return dict(zip(todo, pool.map(lambda n: self.columns[n].encode(columns[n], self.normalize, mask, exact, folder), todo)))
 
 # %% ../nbs/19a_columns.ipynb #9c05bc9c
 @patch

@@ -36,16 +36,16 @@ class IdMap(Mapping):
     def __init__(self,
         map=(), # text → id, or a function that gives it
         lines=None, # function that gives its `json_lines`; by default they are made of the map
-    ): self._map,self._lines = map,lines
+    ): self._map,self._lines,self._joined = map,lines,{}
 
     @cached_property
     def data(self)->dict: return dict(self._map() if callable(self._map) else self._map)
     @cached_property
     def lines(self)->str: return self._lines() if self._lines else json_lines(self.data)
     def joined(self, comma:str)->str:
-        "The lines with what stands between two of them in a file; files of the same layout follow on each other"
-        if getattr(self, '_last', ('',))[0]!=comma: self._last = comma,self.lines.replace('\n', comma)
-        return self._last[1]
+        "The lines with what stands between two of them in a file, kept for further files"
+        if comma not in self._joined: self._joined[comma] = self.lines.replace('\n', comma)
+        return self._joined[comma]
     def __getitem__(self, text): return self.data[text]
     def __iter__(self): return iter(self.data)
     def __len__(self): return len(self.data)

@@ -363,27 +363,34 @@ def _work(cfg, source, run, engine, executor, progress):
         if pool is not None: pool.shutdown(cancel_futures=True)
     _finish(cfg, prep, run, tasks, done)
 
+def _write_metadata(cfg, run, meta, entries)->list: # of `OutputFile`: of each split, if they have any; of the run
+    "Write what is known of the run and of each split, which with large maps takes as long as windows do"
+    todo = [] if cfg.merge_output else [(f'data/{cfg.name}-split{i}/metadata.json', split_metadata(meta, i, o, cfg.curriculum_column), 4) for i,o in enumerate(entries)]
+    def write(task):
+        name,about,indent = task
+        write_metadata(run.path(name), about, indent)
+        return run.output(name, kind='metadata')
+    with ThreadPoolExecutor(2) as pool: return list(pool.map(write, [*todo, (f'configs/metadata_configs/{cfg.name}.json', meta, None)]))
+
 def _finish(cfg, prep, run, tasks, done):
     "Write metadata and manifests, and put all in place"
     meta,outputs,facts,results = run_metadata(cfg, prep),[],[],iter(done)
-    for i,split in enumerate(tasks):
-        mine = [next(results) for _ in split]
+    shards = [[next(results) for _ in split] for split in tasks]
+    told = _write_metadata(cfg, run, meta, [[r['entry'] for r in mine] for mine in shards])
+    for i,mine in enumerate(shards):
         files = [OutputFile(**o) for r in mine for o in r['outputs']]
         facts.append((sum(r['entry']['samples'] for r in mine), sum(r['pads'] for r in mine)))
         outputs += files
         if cfg.merge_output: continue
         folder = f'data/{cfg.name}-split{i}'
-        write_metadata(run.path(f'{folder}/metadata.json'), split_metadata(meta, i, [r['entry'] for r in mine], cfg.curriculum_column), indent=4)
-        outputs.append(run.output(f'{folder}/metadata.json', kind='metadata'))
-        inside = [o.model_copy(update=dict(name=o.name[len(folder)+1:])) for o in [*files, outputs[-1]]]
+        outputs.append(told[i])
+        inside = [o.model_copy(update=dict(name=o.name[len(folder)+1:])) for o in [*files, told[i]]]
         write_manifest(run.path(folder), run.manifest.model_copy(update=dict(outputs=inside, facts=dict(split=i, windows=facts[-1][0], width=cfg.widths[i]))))
         outputs.append(run.output(f'{folder}/{MANIFEST_NAME}', kind='manifest'))
     if prep.seqs.id_map is not None:
         with atomic_write(run.path(f'data/{cfg.name}.ids.parquet')) as f: pl.DataFrame(dict(sequenceId=prep.seqs.out_ids, id=prep.seqs.ids)).write_parquet(f)
         outputs.append(run.output(f'data/{cfg.name}.ids.parquet', kind='ids'))
-    name = f'configs/metadata_configs/{cfg.name}.json'
-    write_metadata(run.path(name), meta)
-    outputs.append(run.output(name, kind='metadata'))
+    outputs.append(told[-1])
     splits = split_facts(prep, [f[0] for f in facts], [f[1] for f in facts], cfg.widths)
     def kind(c): return str(pl.Datetime('us', 'UTC')) if c.is_text else str(c.dtype) # ISO text is read as UTC, in microseconds
     sources = {f.name: f.source for f in prep.fitted} | {c: kind(prep.seqs.columns[c]) for c in cfg.timestamps if c in prep.seqs.columns}

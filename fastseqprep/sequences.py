@@ -116,7 +116,8 @@ def joint_values(
 )->tuple:        # distinct values of all, ascending; for each list the place of its values among them
     "Distinct values of all chunks, sorted (text by code point)"
     lists,sizes = [pl.Series('', o, dtype=dtype) for o in lists],[len(o) for o in lists]
-    values = pl.concat(lists).unique().sort() if lists else pl.Series('', [], dtype=dtype)
+    values = pl.concat(lists) if lists else pl.Series('', [], dtype=dtype)
+    values = values.unique().sort() if len(lists)>4 else (s := values.sort()).filter(s.ne_missing(s.shift(1))) # few lists hold few values twice
     find = (lambda o: find_sorted(values, o)) if values.dtype==pl.String else (lambda o: values.search_sorted(o).to_numpy())
     starts,places = np.flatnonzero(np.diff((np.cumsum(sizes)-sizes)//max(1, len(values)), prepend=-1)),[]
     for a,b in zip(starts, [*starts[1:], len(lists)]): # a run of lists at once
