@@ -184,7 +184,7 @@ def fit(cls:Categories,
     s = s.rename('value').cast(pl.Int64) if kind=='boolean' else s.rename('value')
     df = s.to_frame().with_columns(count=pl.Series(np.ones(len(s), np.int64) if counts is None else np.asarray(counts, np.int64)))
     df = df.filter(pl.col('value').is_not_null() & (pl.col('count')>0))
-    if not len(df): raise ValueError(f"column {name!r} has no value in the rows for training, from which its ids are taken")
+    if not len(df): raise ValueError(f"column {name!r} has no value in the rows for training, from which its ids are taken: make the first split larger, or set normalize_on_all_data")
     if kind=='text': df = _drop_labels(df, rule, name)
     if not len(df) and rule and rule.limit is not None: raise ValueError(f"column {name!r} has only reserved labels in the rows for training, so that there is nothing to keep {rule.limit} of")
     kept = _keep(df, rule).sort()
@@ -314,11 +314,18 @@ def _parse_key(key:str, kind:str):
     if kind=='boolean': return _words.get(key.lower())
     return int(key) if re.fullmatch(r'[+-]?[0-9]+', key) and -2**63<=int(key)<2**64 else None
 
+def _has_surrogate(text):
+    try: text.encode()
+    except UnicodeEncodeError: return True
+    return False
+
 def _id_problems(map)->list:
     "Ids that are none"
     if not isinstance(map, dict): return [f"is a {type(map).__name__}, expected a mapping of values to ids"]
     if not map: return ['is empty']
     res = [f"{k!r} has the id {v!r}, expected a whole number" for k,v in map.items() if not isinstance(v, int) or isinstance(v, bool)]
+    res += [f"{k!r} has the id {v}, which does not fit into 64 bits" for k,v in map.items() if not res and not -2**63<=v<2**63]
+    res += [f"{k!r} has half a surrogate pair, which no text has" for k in map if _has_surrogate(k)]
     if res: return res
     res = [f"{k!r} has the id {v}, but it is reserved for {LABELS[k]}" for k,v in map.items() if k in LABELS and v!=LABELS[k]]
     res += [f"{k!r} has the id {v}, which is reserved for {[*LABELS][v]}" if 0<=v<FIRST_ID else f"{k!r} has the id {v}, expected {FIRST_ID} or more" for k,v in map.items() if k not in LABELS and v<FIRST_ID]
@@ -345,7 +352,7 @@ def from_map(cls:Categories,
     buckets = {_bucket_label(i) for i in range(rule.hashing.num_buckets)} if rule and rule.hashing else set()
     plain = {k:v for k,v in map.items() if k not in LABELS and k not in buckets}
     keys = [_parse_key(k, kind) for k in plain]
-    if odd := [k for k,o in zip(plain, keys) if o is None]: raise ValueError(f"{source}: {odd[0]!r} is not {'an integer' if kind=='integer' else 'a boolean'}, but column {name!r} is {dtype}.")
+    if odd := [k for k,o in zip(plain, keys) if o is None]: raise ValueError(f"{source}: {odd[0]!r} {'does not fit into 64 bits' if kind=='integer' and re.fullmatch('[+-]?[0-9]+', odd[0]) else 'is not '+('an integer' if kind=='integer' else 'a boolean')}, but column {name!r} is {dtype}.")
     twice,n = Counter(keys).most_common(1)[0] if keys else (None,1)
     if n>1: raise ValueError(f"{source}: two labels mean the same value: {', '.join(k for k,o in zip(plain, keys) if o==twice)}.")
     if fixed and not keys: raise ValueError(f"{source}: has only reserved labels, expected at least one value.")
@@ -367,7 +374,7 @@ def _read_map(path:Path)->dict:
         if twice := [k for k,n in Counter(k for k,_ in pairs).items() if n>1]: raise ValueError(f"{path.name}: {twice[0]!r} stands there twice.")
         return dict(pairs)
     try: return json.loads(path.read_text(encoding='utf-8'), object_pairs_hook=_once)
-    except json.JSONDecodeError as e: raise ValueError(f"{path.name}: is not readable as JSON ({e}).") from None
+    except (json.JSONDecodeError,RecursionError) as e: raise ValueError(f"{path.name}: is not readable as JSON ({e}).") from None
     except UnicodeDecodeError: raise ValueError(f"{path.name}: is not text in UTF-8.") from None
 
 def read_id_maps(

@@ -7,7 +7,7 @@ __all__ = ['ROLES', 'infer_role', 'column_roles', 'distinct_values', 'column_mom
            'FittedColumns', 'default_dtype', 'reused_role']
 
 # %% ../nbs/19a_columns.ipynb #f267fb6d
-import json
+import json, math, re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -59,7 +59,7 @@ def column_roles(
         if not columns[n].is_text: problems.append(f'column {n!r} has dtype {columns[n].dtype} and holds no text: take it out of text_columns')
         else: roles[n] = 'text'
     for n in known(limited, 'cardinality_config'):
-        if roles[n]!='categorical': problems.append(f'column {n!r} is {roles[n]} ({columns[n].dtype}) and has a rule in cardinality_config, which is for categorical columns')
+        if roles[n]!='categorical': problems.append(f'column {n!r} is {roles[n]} ({columns[n].dtype}) and has a rule in cardinality_config, which is for categorical columns: take the rule out, or name the column in categorical_columns')
     if problems: raise ValueError('; '.join(problems))
     return roles
 
@@ -406,6 +406,10 @@ def reused_role(
     if name in meta['selected_columns_statistics']: return 'real'
     return 'temporal' if name in meta['column_data_types'] else None
 
+def _is_time_type(name): return str(name).startswith(('Date','Time','Duration'))
+def _is_integer_type(name): return re.fullmatch(r'U?Int\d+', str(name)) is not None
+def _is_finite(x): return isinstance(x, (int,float)) and not isinstance(x, bool) and math.isfinite(x)
+
 @patch(cls_method=True)
 def from_metadata(cls:FittedColumns,
     meta:dict, # metadata of a run
@@ -421,9 +425,11 @@ def from_metadata(cls:FittedColumns,
     problems,fitted = [],{}
     if meta['special_token_ids']!=LABELS: problems.append(f"has the special_token_ids {meta['special_token_ids']}, expected {LABELS}")
     for name,dtype in columns.items():
-        role = reused_role(meta, name)
+        role,stored_as = reused_role(meta, name),meta['column_data_types'].get(name)
         if role is None: problems.append(f'does not know column {name!r}{did_you_mean(name, meta["column_data_types"])}')
         elif role=='categorical' and infer_role(dtype)!='categorical' or role=='text' and dtype!=pl.String or role=='real' and not (dtype.is_numeric() or dtype.is_decimal()): problems.append(f'has column {name!r} as {role}, but in the data it is {dtype}')
+        elif role=='temporal' and not (dtype.is_temporal() and (stored_as==str(dtype) or _is_integer_type(stored_as))): problems.append(f'has column {name!r} as {stored_as}, but in the data it is {dtype}: cast it there' if _is_time_type(stored_as) else f'knows of column {name!r} only that it is stored as {stored_as}, neither its ids nor its mean and std: take the whole metadata of a run')
+        elif role=='real' and (odd := [f'{k} {v!r}' for k in ('mean','std') if not _is_finite(v := meta['selected_columns_statistics'][name].get(k))]): problems.append(f"has the {odd[0]} of column {name!r}, expected a finite number")
         elif (texts or {}).get(name) not in (None, meta.get('text_columns', {}).get(name, {}).get('max_tokens')): problems.append(f"has column {name!r} {'as '+role if role!='text' else 'with max_tokens '+str(meta['text_columns'][name]['max_tokens'])}, but text_columns says {texts[name]} tokens")
         else:
             f = fitted[name] = FittedColumn(name, role, str(dtype), (dtypes or {}).get(name) or meta['column_data_types'].get(name) or default_dtype(dtype, role), nulls=(nulls or {}).get(name, 'error'))

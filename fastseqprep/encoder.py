@@ -98,12 +98,12 @@ class Encoder:
 def load(cls:Encoder,
     metadata, # path of the metadata of a run, or a `PreprocessResult`
     dtypes:dict=None, # column → polars type in the source, where it is not known or to be another
-    sequence_col:str='sequenceId', # column of sequence ids, if rows have one
-    position_col:str='itemPosition', # column of positions, if rows have one
+    sequence_col:str=None, # column of sequence ids, if rows have one; by default that of the run
+    position_col:str=None, # column of positions, if rows have one; by default that of the run
 )->Encoder:
     "The encoder of a run"
     run = open_run(metadata, dtypes)
-    res = cls(run.fitted, run.config, run.times, layouts=run.layouts, sequence_col=sequence_col, position_col=position_col, known=run.known)
+    res = cls(run.fitted, run.config, run.times, layouts=run.layouts, sequence_col=sequence_col or run.sequence_col, position_col=position_col or run.position_col, known=run.known)
     res.ids = run.ids
     return res
 
@@ -119,7 +119,7 @@ def _present(self:Encoder, rows)->list: # of str
     c = self.config
     if self.known and c.selected_columns is None:
         other = names.keys()-{*self.wanted, *self.counting, self.sequence_col, self.position_col, c.split_column, c.mask_column, *c.curriculum_columns}
-        if other: raise ValueError(f"rows have the columns {sorted(other)}, which the run did not have{did_you_mean(min(other), self.wanted)}; it had {', '.join(self.wanted)}")
+        if other: raise ValueError(f"rows have the columns {sorted(other)}, which the run did not have{did_you_mean(min(other), self.wanted)}; it had {', '.join(self.wanted)}, and {self.sequence_col} and {self.position_col} (or name others as sequence_col and position_col)")
     return here
 
 @patch
@@ -501,6 +501,7 @@ def decode(self:Encoder,
     if isinstance(what, LastWindow):
         df = self.decode(what.block(), labels, pads)
         return df.with_columns(sequenceId=pl.lit(what.sequence_id, pl.Int64 if isinstance(what.sequence_id, int) and abs(what.sequence_id)<2**63 else None))
+    if not isinstance(what, (dict,WindowBlock)): raise TypeError(f'what is {type(what).__name__}, expected numbers by feature, such as {{{next(iter(self.fitted.columns), "x")!r}: [3, 4]}}, or windows')
     if isinstance(what, dict):
         cols = self._decode_all(what, getattr(what, 'masks', {}), labels)
         if getattr(what, 'positions', None) is not None: cols = dict(sequenceId=what.ids.gather(np.repeat(np.arange(len(what.ids)), np.diff(what.offsets))), itemPosition=what.positions) | cols

@@ -111,13 +111,14 @@ def _one_line(e): return ' '.join(f'{type(e).__name__}: {e}'.split())[:200]
 def aside(
     f, # function
     *args,
+    daemon:bool=False, # may the program end before it? Not if there is native code in it, which cannot be stopped without a crash
 )->Future:
-    "What a thread gives, for which nobody has to wait, not even the end of the program"
+    "What a thread gives, for which nobody has to wait"
     res = Future()
     def work():
         try: res.set_result(f(*args))
         except BaseException as e: res.set_exception(e)
-    threading.Thread(target=work, daemon=True).start()
+    threading.Thread(target=work, daemon=daemon).start()
     return res
 
 def _opened_fast(text):

@@ -53,7 +53,7 @@ class IdMap(Mapping):
 
 def _id_map(ids):
     "A map with texts for keys, as JSON has them"
-    return ids if isinstance(ids, IdMap) else IdMap(ids if {*map(type, ids)}<={str} else {str(k): v for k,v in ids.items()})
+    return ids if isinstance(ids, IdMap) or {*map(type, ids)}<={str} else {str(k): v for k,v in ids.items()}
 
 def dataset_metadata(
     *,

@@ -84,6 +84,8 @@ class OpenedRun:
     times:dict = field(default_factory=dict) # column of times → polars type, or its name
     ids:str = None # file of the sequences' own ids, where numbers stand for them
     known:bool = True # whether there was a manifest; without, `config` is guessed
+    sequence_col:str = 'sequenceId' # column of sequence ids in the source
+    position_col:str = 'itemPosition' # column of positions there
 
 def open_run(
     metadata, # path of the metadata of a run, or a `PreprocessResult`
@@ -101,4 +103,4 @@ def open_run(
     fitted = FittedColumns.from_metadata(meta, sources, nulls=nulls, normalize=meta.get('normalize_real_columns', True), source=str(path))
     times = {**(manifest.facts['source_data_types'] if manifest else {}), **dtypes}
     ids = next((safe_join(root, o.name) for o in manifest.outputs if o.kind=='ids'), None) if manifest else None
-    return OpenedRun(fitted, config, present_layouts(config.depth_layouts, fitted.columns), {c: times[c] for c in config.timestamps if c in times}, ids, manifest is not None)
+    return OpenedRun(fitted, config, present_layouts(config.depth_layouts, fitted.columns), {c: times[c] for c in config.timestamps if c in times}, ids, manifest is not None, **(manifest.facts.get('row_columns', {}) if manifest else {}))

@@ -72,8 +72,23 @@ class PreferenceBuilder(SectionedBuilder):
         res.rows = np.array(back, np.int64)[res.rows]
         res.dropped = [(back[i], o) for i,o in res.dropped]
         res.failed = sorted([(back[i], *o) for i,*o in res.failed]+wrong)
-        if self.special and len(res): res.outputs = {k:self._with_special(o) for k,o in res.outputs.items()}
+        if self.special and len(res):
+            res.outputs = {k:self._with_special(o) for k,o in res.outputs.items()}
+            self._leave_out_long(res)
         return res
+
+    def _leave_out_long(self, res):
+        "Rows that are too long with what the tokenizer puts around them, where such are to be left out"
+        if self.cfg.overlong not in ('drop','error'): return
+        over = np.any([o.lengths>self.limit for o in res.outputs.values()], axis=0)
+        for i in np.flatnonzero(over).tolist():
+            k,n = max(((k, int(o.lengths[i])) for k,o in res.outputs.items()), key=lambda o: o[1])
+            if self.cfg.overlong=='drop': res.dropped.append((int(res.rows[i]), 'too many tokens'))
+            else: res.failed.append((int(res.rows[i]), 'too many tokens', f"{k} has {n:,} tokens, more than max_seq_len={self.limit:,}"))
+        if over.any():
+            keep = np.flatnonzero(~over)
+            res.rows,res.domains,res.outputs = res.rows[keep],[res.domains[i] for i in keep.tolist()],{k:o.take(keep) for k,o in res.outputs.items()}
+            res.dropped,res.failed = sorted(res.dropped),sorted(res.failed)
 
     def _with_special(self, out):
         "The rows with what the tokenizer puts before and behind a text"

@@ -168,8 +168,11 @@ def read_metadata(
     meta = read_json(path)
     if not isinstance(meta, dict): raise ValueError(f'{path} is not the metadata of a run')
     meta = {'column_data_types': meta.get('column_types', {}), 'normalize_on_all_data': True, 'selected_columns_statistics': {}, 'cardinality_config': {}, 'id_maps': {}, 'n_classes': {}, **meta}
+    for k in ('column_data_types','selected_columns_statistics','id_maps','n_classes','cardinality_config'):
+        if meta[k] is None: meta[k] = {}
+        if not isinstance(meta[k], dict): raise ValueError(f'{path} has {type(meta[k]).__name__} as {k}, expected an object: it is not the metadata of a run')
     if 'special_token_ids' not in meta: raise ValueError(f'{path} has no special_token_ids, so it is not the metadata of a run')
-    meta['cardinality_config'] = {c: CardinalityRule(**{k: v for k,v in rule.items() if v is not None}).normalised() for c,rule in (meta['cardinality_config'] or {}).items()}
+    meta['cardinality_config'] = {c: CardinalityRule(**{k: v for k,v in rule.items() if v is not None}).normalised() for c,rule in meta['cardinality_config'].items()}
     return meta
 
 def fit_columns(
@@ -194,6 +197,10 @@ def fit_columns(
         wrong = [f'{c!r} is {roles[c]}, there it is {was}' for c in (*(cfg.categorical_columns or []), *(cfg.real_columns or [])) if c in columns and (was := reused_role(reused, c)) not in (roles[c], None)]
         if wrong: raise ValueError(f"{cfg.reused_metadata_path} has other roles: {'; '.join(wrong)}")
         if cfg.depth_layouts: _check_reused_depth(cfg, reused, dtypes)
+        before = _before(cfg, reused)
+        said = before.facts.get('source_data_types', {}) if before else {}
+        if wrong := [f'{c!r} is {o.dtype}, there it is {said[c]}' for c,o in columns.items() if reused_role(reused, c)=='temporal' and said.get(c, str(o.dtype))!=str(o.dtype)]:
+            raise ValueError(f"{cfg.reused_metadata_path} has times of another type: {'; '.join(wrong)}; cast them where the data is read")
         return FittedColumns.from_metadata(reused, {n: c.dtype for n,c in columns.items()}, dtypes=dtypes, nulls=nulls, normalize=cfg.normalize_real_columns, texts={c: r.max_tokens for c,r in cfg.text_columns.items() if 'max_tokens' in r.model_fields_set or reused_role(reused, c)!='text'}, source=cfg.reused_metadata_path)
     maps = read_id_maps(cfg.id_maps_folder, list(columns), {n: c.dtype for n,c in columns.items()}, cfg.use_precomputed_maps or (), [n for n,r in roles.items() if r!='categorical'])
     models = {c: (TextModel.from_file(cfg.tokenizer_path(c)) if r.tokenizer else r.vocab_size, r.max_tokens) for c,r in cfg.text_columns.items()}
@@ -312,6 +319,11 @@ class Preparation:
     ledger:Ledger
     reused:dict = None # metadata of the earlier run that was used
     children:dict = field(default_factory=dict) # name of a depth layout → `Children`
+    row_columns:dict = field(default_factory=dict) # names of the columns of sequence ids and positions in the source, as `sequence_col` and `position_col`
+
+def _row_columns(source)->dict:
+    "How rows name their sequence and position"
+    return dict(sequence_col=getattr(source, 'entity_col', None) or 'sequenceId', position_col=getattr(source, 'time_col', None) or 'itemPosition') if isinstance(source, DataSource) else {}
 
 def prepare(
     cfg:PreprocessConfig,
@@ -348,19 +360,18 @@ def prepare(
     common = {**reused['column_data_types'], **dtypes} if reused else None
     layouts = stored_layouts(cfg, dtypes, {f.name: f.max_tokens for f in fitted if f.role=='text'})
     table = PreparedTable(seqs.out_ids, seqs.offsets, seqs.positions, split.bounds, {n: features[n] for n in dtypes}, dtypes, _curriculum(cfg, seqs, names), common, layouts, slots)
-    return Preparation(table, seqs, split, fitted, ledger, reused, children)
+    return Preparation(table, seqs, split, fitted, ledger, reused, children, _row_columns(source))
 
-def _declared_before(cfg, reused):
-    "Types that an earlier run was given for its columns; None if that is not known, as of other tools and of files that were edited"
+def _before(cfg, reused):
+    "The manifest of the run whose metadata is used; None if there is none, as of other tools and of files that were edited"
     if not reused: return
-    try: manifest,_ = find_manifest(cfg.reused_metadata_path, reused)
+    try: return find_manifest(cfg.reused_metadata_path, reused)[0]
     except StoreError: return
-    return manifest and (manifest.config.get('column_data_types') or {})
 
 def _make_compact(cfg, fitted, columns, reused):
     "Give each column without a declared dtype the smallest one that fits"
-    before = _declared_before(cfg, reused) # by the run whose metadata is used; what it chose by its own rows is chosen anew
-    declared = {**(before or {}), **(cfg.column_data_types or {})}
+    before = _before(cfg, reused)
+    declared = {**(before and before.config.get('column_data_types') or {}), **(cfg.column_data_types or {})} # what the earlier run chose by its own rows is chosen anew
     ranges = {f.name: (columns[f.name].values.min(), columns[f.name].values.max()) for f in fitted if f.role=='temporal' and len(columns[f.name])}
     dtypes = {f.name: default_dtype(columns[f.name].dtype, f.role) if f.role=='real' and before is not None else f.dtype for f in fitted}
     single = [f.name for f in fitted if dtypes[f.name]=='Float64' and f.name not in declared and fits_single(columns[f.name], f, fitted.normalize)]

@@ -394,7 +394,7 @@ def _finish(cfg, prep, run, tasks, done):
     splits = split_facts(prep, [f[0] for f in facts], [f[1] for f in facts], cfg.widths)
     def kind(c): return str(pl.Datetime('us', 'UTC')) if c.is_text else str(c.dtype) # ISO text is read as UTC, in microseconds
     sources = {f.name: f.source for f in prep.fitted} | {c: kind(prep.seqs.columns[c]) for c in cfg.timestamps if c in prep.seqs.columns}
-    run.finish(outputs, ledger=prep.ledger, facts=dict(**run_facts(cfg.seed), splits=splits, sequences=len(prep.table), source_data_types=sources), fitted_hash=None)
+    run.finish(outputs, ledger=prep.ledger, facts=dict(**run_facts(cfg.seed), splits=splits, sequences=len(prep.table), source_data_types=sources, row_columns=prep.row_columns), fitted_hash=None)
 
 def _dry_run(cfg, source, manifest):
     "What a run would find, without a file"

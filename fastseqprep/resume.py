@@ -40,9 +40,10 @@ def get(self:Notes, name):
     "The noted result; none when the task is not noted, or a file that it listed is not there as it was written"
     path = safe_join(self.folder, f'{name}.json')
     if not exists(path): return None
-    try: digest,text = read_json(path)
-    except (StoreError,ValueError,TypeError): return None # the power failed before the disk had it
-    if content_hash(text)!=digest: return None
+    try:
+        digest,text = read_json(path)
+        if content_hash(text)!=digest: return None
+    except (StoreError,ValueError,TypeError,RecursionError,OSError): return None # the power failed before the disk had it
     res = json.loads(text)
     files = res.get('outputs', []) if isinstance(res, dict) and self.out is not None else []
     def whole(path, f): return exists(path) and file_size(path)==f['bytes'] and f.get('sha256') in (None, path_hash(path))
@@ -126,12 +127,11 @@ def finish(self:Run,
     return self._publish(manifest)
 
 def _old_names(folder, names:tuple, scope:str='')->list:
-    "Files in `folder` that an earlier run made: those that its manifest lists, and those named as such a run names them"
-    listed = []
+    "Files in `folder` that an earlier run made: those that its manifest lists or, without one, those named as such a run names them"
     if has_manifest(folder, scope):
-        try: listed = [o.name for o in read_manifest(folder, scope).outputs]
+        try: return sorted({o.name for o in read_manifest(folder, scope).outputs})
         except StoreError: pass  # a damaged manifest lists nothing
-    return sorted({*listed, *(n for p in names for n in list_files(folder, p))})
+    return sorted({n for p in names for n in list_files(folder, p)})
 
 @patch
 def _publish(self:Run, manifest:Manifest)->Store:
@@ -155,9 +155,9 @@ def _drop_caches(folder)->None:
     "Remove what was made of old outputs so that they could be mapped, and nothing else that lies there"
     if is_remote(folder) or not folder.is_dir() or folder.is_symlink(): return
     for o in folder.iterdir():
-        if not re.fullmatch(r'(.+\.)?[0-9a-f]{16}(\.lock|\.[0-9a-f]{8}\.tmp)?', o.name): continue
-        if o.is_dir() and not o.is_symlink(): shutil.rmtree(o, ignore_errors=True)
-        else: o.unlink(missing_ok=True)
+        if not re.fullmatch(r'(.+\.)?[0-9a-f]{16}(\.lock|\.[0-9a-f]{8}\.tmp)?', o.name) or o.is_symlink(): continue
+        if o.is_dir(): shutil.rmtree(o, ignore_errors=True)
+        elif o.suffix=='.lock': o.unlink(missing_ok=True)
     try: folder.rmdir()
     except OSError: pass # other things lie there
 
@@ -217,13 +217,23 @@ def _begun(self:Run, mine)->'str|None':
     except (StoreError, KeyError, TypeError): return None  # damaged: as good as none
 
 @patch
+def _waiting(self:Run)->'Manifest|str|None':
+    "The manifest of a run that was killed while its files were put in place; '' if it was damaged and is gone now, so that tasks whose files are no longer here are done again"
+    if not has_manifest(self.work): return None
+    try: return read_manifest(self.work)
+    except StoreError:
+        remove_file(safe_join(self.work, manifest_name('')))
+        return ''
+
+@patch
 def _begin(self:Run, overwrite:bool)->Run:
     key = self.manifest.run_key
     mine = safe_join(self.work, 'run.json')
     going = key is not None and self._begun(mine)==key
-    moving = going and has_manifest(self.work)
-    if moving: self._publish(read_manifest(self.work))
-    self.done = self._finished(key) if moving or not overwrite else None
+    waiting = self._waiting() if going else None
+    moving = waiting not in (None, '')
+    if moving: self._publish(waiting)
+    self.done = self._finished(key) if moving or not overwrite and waiting is None else None
     if self.done is not None and exists(self.work): remove_folder(self.work) # left by a run that was killed while it cleaned up
     if self.done is None and (moving or not going):
         remove_folder(self.work)

@@ -184,7 +184,7 @@ def _add_record(self:SourceBuilder, pieces, row, record):
         value = record.get(s.field, '')
         if s.template:
             value = conversation_of(s, value)
-            if not isinstance(value, list) and not lenient and value not in (None,''):
+            if not isinstance(value, list) and not lenient and value is not None and not (isinstance(value, str) and not value.strip()):
                 hint = "; builder 'preference' takes a prompt and two answers" if s.field in ('chosen','rejected') else ''
                 raise RecordError('wrong type', f"field {s.field!r} is {short_repr(value)}, expected a list of messages{hint}")
             if isinstance(value, list) and value: self._add_chat(pieces, row, s, value, record)

@@ -237,14 +237,15 @@ def _run(self:TextPipeline, began):
     if fs.isfile(out): raise FileExistsError(f"{self.output_dir} is a file, expected a folder to write to: choose another output_dir")
     files = list_inputs(self.inputs)
     check_place(self.output_dir, [f.path for f in files], _part_names if self.cfg.validation else ())
-    hashed = aside(input_files, list(dict.fromkeys(f.path for f in files)))
+    hashed = aside(input_files, list(dict.fromkeys(f.path for f in files)), daemon=True)
     tok,made = open_tokenizer(self.tokenizer_path, self.fast),not exists(self.output_dir)
     chosen = aside(self._choose_encoder, files, tok) # while inputs are still hashed
     inputs = hashed.result()
     try:
         with begin_run(self.output_dir, 'text', self._settings(tok, files, inputs), inputs, shard_patterns(self.output_dir), self.overwrite) as run:
-            if run.done is None: self._work(run, files, tok, chosen.result())
-            return TextResult(self.output_dir, run.done.manifest, time.monotonic()-began)
+            new = run.done is None
+            if new: self._work(run, files, tok, chosen.result())
+            return TextResult(self.output_dir, run.done.manifest, time.monotonic()-began if new else 0)
     except BaseException:
         if made and not is_remote(self.output_dir) and self.output_dir.is_dir() and not any(self.output_dir.iterdir()): self.output_dir.rmdir()
         raise
@@ -321,7 +322,7 @@ class TextResult:
     def __init__(self,
         path, # the output folder
         manifest, # `Manifest` of the run
-        seconds:float=0, # that it took
+        seconds:float=0, # that it took; 0 if it was finished before
     ): self.path,self.manifest,self.ledger,self.seconds = path,manifest,Ledger.from_dict(manifest.ledger),seconds
 
     facts = property(lambda self: self.manifest.facts)
@@ -357,13 +358,15 @@ def _lines(self:TextResult):
     for k,n in f['tokens_kept'].items(): res += cut(k, n-sum(s['tokens'][k] for s in self.shards), n, 'max_packed_len')
     p = f['packing']
     if p and p['strategy']!='simple': res.append(f"{p['bins']:,} bin{'s' if p['bins']!=1 else ''} of {p['max_packed_len']:,} ({p['strategy']}), filled to {(p['tokens']-p['cut_tokens']-p['dropped_tokens'])/max(1, p['bins']*p['max_packed_len']):.1%}")
+    t = f['tokenizer']
+    res.append(f"encoded by {t['encoder']}: {t['why']}")
     res += [f"first dropped as {reason}: {place}{': '+why if why else ''}" for reason,(place,why) in f['dropped_first'].items()]
     return res
 
 @patch
 def __repr__(self:TextResult):
     from fastseqprep.store import text_table
-    rate = f', {self.tokens/self.seconds:,.0f} tokens/s' if self.seconds else ''
+    rate = f', {self.tokens/self.seconds:,.0f} tokens/s' if self.seconds else ', finished before'
     return '\n'.join([f"{self.path}: {self.tokens:,} tokens{rate}", text_table(self.summary()), *self._lines(), repr(self.ledger)])
 
 @patch

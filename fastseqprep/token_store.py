@@ -19,7 +19,7 @@ from .hashing import stable_hash
 from .pack import Packing
 from .ragged import Ragged, lengths_to_offsets, range_index, take_ranges
 from .roles import did_you_mean
-from .store import has_manifest, open_store, read_manifest
+from .store import has_manifest, open_store, read_manifest, work_name
 
 # %% ../nbs/10h_token_store.ipynb #e4ff839e
 _reserved = {'con','prn','aux','nul',*(f'{o}{i}' for o in ('com','lpt') for i in range(1,10))}
@@ -204,6 +204,7 @@ def list_shards_of(
     path = as_path(path)
     if is_remote(path): raise ValueError(f'{path} is not on this machine: token shards are mapped, so copy the folder first')
     if not path.exists(): raise FileNotFoundError(f'{path} does not exist')
+    if not has_manifest(path) and exists(path/work_name()/'run.json'): raise StoreError(f'{path} holds a run that was not finished: run the job again to complete it')
     res = _listed_shards(path, part) if has_manifest(path) else _found_shards(path, part)
     if not res: raise FileNotFoundError(f'{path} holds no token shards: expected folders with meta.json and .bin files')
     return res

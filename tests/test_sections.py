@@ -347,3 +347,18 @@ def test_dtype_overflow(tokenizers):
     cfg = TextConfig.for_shape('pretrain', preprocessing=dict(min_chars=0), output=dict(dtype=dict(sequence='int8')))
     built = make_builder(cfg, tokenizers['plain']).build([dict(text='Hello to everyone.')])
     with pytest.raises(ValueError, match='which int8 does not hold'): written(cfg, built, 512)
+
+@pytest.mark.parametrize('tokenizer', ['plain','adds_bos_eos'])
+def test_long_preferences_with_special_tokens(tokenizers, tokenizer):
+    "What the tokenizer puts around an answer counts where long pairs are left out"
+    records = [dict(prompt='q '*(1+i%7), chosen='yes '*(1+i%11), rejected='no '*(1+i%5)) for i in range(40)]
+    def built(**keys): return make_builder(TextConfig.for_shape('dpo', builder='preference', compat='astrai', **keys), tokenizers[tokenizer]).build(records)
+    whole = built()
+    longest = np.max([o.values.lengths for o in whole.outputs.values()], axis=0)
+    assert len(set(longest.tolist()))>5
+    for n in sorted(set(longest.tolist())):
+        kept = built(overlong='drop', preprocessing=dict(max_seq_len=n))
+        assert kept.rows.tolist()==np.flatnonzero(longest<=n).tolist() and all(r=='too many tokens' for _,r in kept.dropped) and len(kept)+len(kept.dropped)==len(records)
+        for k,o in kept.outputs.items(): assert o.values==whole.outputs[k].values.take(kept.rows)
+        wrong = built(overlong='error', preprocessing=dict(max_seq_len=n)).failed
+        assert [i for i,*_ in wrong]==np.flatnonzero(longest>n).tolist() and all(f'more than max_seq_len={n}' in o[2] for o in wrong)

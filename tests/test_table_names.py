@@ -7,6 +7,7 @@ from fastseqprep.blockfiles import read_block
 from fastseqprep.cli import main
 from fastseqprep.encoder import Encoder
 from fastseqprep.preprocess import preprocess
+from fastseqprep.source import DataSource
 import fastseqprep.preprocess as job
 
 ROWS = pl.DataFrame(dict(sequenceId=[1]*6, itemPosition=range(6), a=list('abcabc'), x=[1., 2, 3, 4, 5, 6]))
@@ -126,3 +127,76 @@ def test_a_project_is_verified_as_a_whole(tmp_path, capsys):
 def test_a_finished_run_is_no_run_to_go_on_with(tmp_path):
     run(tmp_path, merge_output=False)
     with pytest.raises(ValueError, match='leave continue_preprocessing out to replace it'): run(tmp_path, ROWS.reverse(), merge_output=False, continue_preprocessing=True)
+
+
+def reused(tmp_path, df, meta=None, **keys):
+    "Another run with the metadata of the first"
+    first = tmp_path/'o'/'configs'/'metadata_configs'/'data.json'
+    if meta is not None: first.write_text(json.dumps(meta))
+    return run(tmp_path, df, dataset_name='new', metadata_config_path='configs/metadata_configs/data.json', **keys)
+
+
+@pytest.mark.parametrize('df', [HOURS.with_columns(pl.col('t').cast(pl.String)), HOURS.with_columns(t=pl.lit(1.7)), HOURS.with_columns(t=pl.int_range(6)), HOURS.with_columns(t=pl.lit('x')), HOURS.with_columns(pl.col('t').dt.date()), HOURS.with_columns(pl.col('t').dt.cast_time_unit('ms'))],
+                         ids=['text', 'float', 'integer', 'word', 'date', 'ms'])
+@pytest.mark.parametrize('dtypes', ['standard', 'compact'])
+def test_times_of_an_earlier_run_have_its_type(tmp_path, df, dtypes):
+    how = dict(selected_columns=['a', 't'], dtypes=dtypes, split_ratios=None, split_method='value_cutoff', split_column='t', split_values=['2024-01-01T03:00:00'])
+    run(tmp_path, HOURS, **how)
+    if df['t'].dtype.is_temporal():
+        with pytest.raises(ValueError, match="times of another type: 't' is .*, there it is Datetime"): reused(tmp_path, df, **how)
+    else:
+        with pytest.raises(ValueError, match="times of another type: 't' is .*, there it is Datetime"): reused(tmp_path, df, selected_columns=['a', 't'])
+    assert not list((tmp_path/'o'/'data').glob('new*'))
+    assert reused(tmp_path, HOURS, **how).windows
+    (tmp_path/'o'/'data'/'data.manifest.json').unlink() # metadata alone, as other tools write it
+    if dtypes=='standard' or not df['t'].dtype.is_temporal():
+        with pytest.raises(ValueError, match="column 't' as Datetime.*, but in the data it is|column 't' only that it is stored as"): reused(tmp_path, df, **(how if df['t'].dtype.is_temporal() else dict(selected_columns=['a', 't'])))
+
+
+def test_metadata_with_holes_is_refused(tmp_path):
+    run(tmp_path)
+    meta = json.loads((tmp_path/'o'/'configs'/'metadata_configs'/'data.json').read_text())
+    for wrong, said in [(dict(selected_columns_statistics={}), "column 'x' only that it is stored as Float64"), (dict(id_maps={}), "column 'a' only that it is stored as Int64"), (dict(id_maps=None), "column 'a' only"),
+                        (dict(column_data_types=[]), 'has list as column_data_types, expected an object'), (dict(selected_columns_statistics=dict(x=dict(mean='x', std=1.))), "the mean 'x' of column 'x', expected a finite number"),
+                        (dict(id_maps=dict(a={**meta['id_maps']['a'], 'z': 2**70})), "'z' has the id 1180591620717411303424, which does not fit into 64 bits")]:
+        with pytest.raises(ValueError, match=said): reused(tmp_path, ROWS, {**meta, **wrong})
+
+
+@pytest.mark.parametrize('text, said', [('{"\\ud800": 3, "a": 4}', "a.json.*'.ud800' has half a surrogate pair"), ('{"a": 1180591620717411303424}', 'a.json.*does not fit into 64 bits'), ('['*100_000, 'a.json.*not readable as JSON')])
+def test_maps_that_are_none_name_their_file(tmp_path, text, said):
+    (tmp_path/'o'/'configs'/'id_maps').mkdir(parents=True)
+    (tmp_path/'o'/'configs'/'id_maps'/'a.json').write_text(text)
+    with pytest.raises(ValueError, match=said): run(tmp_path)
+
+
+def test_an_encoder_knows_the_columns_of_its_run(tmp_path):
+    "What a `DataSource` named as entity and time is looked for in rows, too"
+    df = HOURS.rename(dict(sequenceId='user')).drop('itemPosition')
+    res = run(tmp_path, DataSource(df, entity_col='user', time_col='t'))
+    enc = Encoder.load(res.metadata_path)
+    assert (enc.sequence_col, enc.position_col) == ('user', 't')
+    last = enc.encode_last_window(df)
+    stored = read_block(res.splits[1])
+    got = last.arrays()
+    assert all((got[k][0] == stored.features[k][-1]).all() for k in stored.features)
+    with pytest.raises(ValueError, match=r"have the columns \['other'\].*and user and t"): enc.encode_last_window(df.with_columns(other=1))
+    for odd in ([99], None, 'x'):
+        with pytest.raises(TypeError, match="expected numbers by feature, such as {'a': "): enc.decode(odd)
+
+
+def test_a_damaged_manifest_of_a_killed_run_is_no_end(tmp_path, monkeypatch):
+    "Killed while files are put in place, and the list of them damaged then: the run is done again"
+    import fastseqprep.resume as resume
+    want = {p.relative_to(tmp_path/'o'): p.read_bytes() for p in (run(tmp_path), tmp_path/'o')[1].rglob('*') if p.is_file()}
+    for n in range(3):
+        moved, real, root = [], resume.move_file, tmp_path/f'k{n}'/'o'
+        def move(*args):
+            if len(moved) == n: raise KeyboardInterrupt
+            moved.append(real(*args))
+        monkeypatch.setattr(resume, 'move_file', move)
+        with pytest.raises(KeyboardInterrupt): run(tmp_path/f'k{n}')
+        monkeypatch.setattr(resume, 'move_file', real)
+        (root/'data'/'.data.run'/'manifest.json').write_text(['', '{"job": 3}', '[]'][n])
+        run(tmp_path/f'k{n}')
+        got = {p.relative_to(root): p.read_bytes() for p in root.rglob('*') if p.is_file()}
+        assert got.keys() == want.keys() and all(got[k] == want[k] for k in want if not k.name.endswith('.json')), n

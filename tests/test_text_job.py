@@ -602,3 +602,72 @@ def test_half_a_character_as_validation_key(tmp_path, toks):
     res = job(path, tmp_path/'out', toks, {**TEXTS, 'validation':.3, 'validation_key':'k', 'on_error':'skip'})
     (e,) = res.ledger.to_dict().values()
     assert e['kept']==1 and sum(e['dropped'].values())==1
+
+def test_a_program_may_end_at_once(tmp_path, toks):
+    "Nothing that a run has left in threads aborts the program, be it finished before or refused"
+    path = write(tmp_path/'d.jsonl', [dict(text=f'the sea is {i}') for i in range(20)])
+    job(path, tmp_path/'out', toks, beside())
+    def again(cfg):
+        code = f"from fastseqprep.text_pipeline import TextPipeline; print(TextPipeline({cfg!r}, {str(path)!r}, {str(tmp_path/'out')!r}, {str(toks/'plain')!r}, progress=False).run())"
+        return subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
+    for _ in range(4):
+        found,refused = again(beside()),again(beside(max_seq_len=3))
+        assert found.returncode==0 and 'finished before' in found.stdout, found.stderr
+        assert refused.returncode==1 and 'another config' in refused.stderr, (refused.returncode, refused.stderr)
+
+def test_what_a_template_writes_is_no_duplicate(tmp_path, toks):
+    "Nulls inside of calls and tools are written by templates, and builders of a user's own may tell a null from nothing"
+    call = lambda **more: dict(messages=[dict(role='user', content='Where?'), dict(role='assistant', content='Here', tool_calls=[dict(function=dict(name='find', arguments=dict(city='Rome', **more)))])])
+    tool = lambda **more: dict(messages=[dict(role='user', content='Where?'), dict(role='assistant', content='Here')], tools=[dict(name='find', **more)])
+    for records in [call(), call(unit=None)],[tool(), tool(default=None)]:
+        res = job(write(tmp_path/'a.jsonl', [*records, records[0]]), tmp_path/'out', toks, {**CHAT, 'dedupe':True}, overwrite=True)
+        assert res.ledger.to_dict()[str(tmp_path/'a.jsonl')]['kept']==2
+
+def test_mending_takes_nothing_away(tmp_path, toks):
+    "A damaged run that is done again leaves shards of others where they are"
+    path = write(tmp_path/'d.jsonl', [dict(text=f'the sea is {i}') for i in range(30)])
+    res = job(path, tmp_path/'out', toks, beside())
+    want,other = files(tmp_path/'out'),tmp_path/'out/astrai/shard_0000'
+    other.mkdir(parents=True)
+    for o in 'sequence.bin','meta.json': (other/o).write_bytes(b'{}')
+    own = tmp_path/'out'/next(o.name for o in res.manifest.outputs if o.name.endswith('.bin'))
+    own.write_bytes(own.read_bytes()[:-1])
+    job(path, tmp_path/'out', toks, beside())
+    assert {k:v for k,v in files(tmp_path/'out').items() if 'astrai' not in k}==want and len(list(other.iterdir()))==2
+
+def test_half_a_run_is_not_opened(tmp_path, toks, monkeypatch):
+    "Shards that are in place before the manifest is are not read as if they were all"
+    from fastseqprep.resume import Run
+    import fastseqprep.resume as resume
+    path = write(tmp_path/'d.jsonl', [dict(text=f'the sea is {i}', site=f's{i%4}') for i in range(30)])
+    seen = []
+    def move(*args):
+        if len(seen)>4: raise KeyboardInterrupt
+        seen.append(real(*args))
+    real = resume.move_file
+    monkeypatch.setattr(resume, 'move_file', move)
+    with pytest.raises(KeyboardInterrupt): job(path, tmp_path/'out', toks, {**beside(), 'output':dict(domain_key='site')})
+    assert list((tmp_path/'out').rglob('s*/shard_*/*'))
+    with pytest.raises(StoreError, match='a run that was not finished: run the job again'): TokenStore(tmp_path/'out')
+    monkeypatch.setattr(resume, 'move_file', real)
+    assert job(path, tmp_path/'out', toks, {**beside(), 'output':dict(domain_key='site')}).store().n_records==30
+
+def test_why_nothing_is_left(tmp_path, toks):
+    path = write(tmp_path/'d.jsonl', [dict(messages=[], id=i) for i in range(5)])
+    with pytest.raises(ValueError, match=r"5 empty \(first in .*d.jsonl:1: it has no 'text', but 'messages', 'id'; see input.sections"): job(path, tmp_path/'out', toks, beside())
+    path = write(tmp_path/'s.jsonl', [dict(text='sea')]*3)
+    with pytest.raises(ValueError, match=r"3 too short \(first in .*s.jsonl:1: min_chars is 50\)"): job(path, tmp_path/'out', toks, dict(input=dict(sections=[dict(field='text', action='train')])))
+
+def test_the_generation_tag_is_known(tmp_path, toks):
+    "The recorded chats whose template has the tag: AstrAI drops them all; right is that what the tag encloses is trained"
+    case = next(o for k,o in RECORDED.items() if k.startswith('11'))
+    (tmp_path/'input.jsonl').write_text(case['inputs']['input.jsonl'], encoding='utf-8')
+    TextPipeline(case['config'], tmp_path/'input.jsonl', tmp_path/'out', toks/case['tokenizer'], progress=False).run()
+    s,tok = TokenStore(tmp_path/'out'),TextTokenizer(toks/case['tokenizer'])
+    whole = ['<|im_start|>system\nYou are a patient helper.<|im_end|>\n<|im_start|>user\nTwo plus two is what?<|im_end|>\n<|im_start|>assistant\nTwo plus two is four.<|im_end|>\n',
+             '<|im_start|>user\nSay hello to everyone.<|im_end|>\n<|im_start|>assistant\nHello to everyone.<|im_end|>\n<|im_start|>user\nAnd in French?<|im_end|>\n<|im_start|>assistant\nBonjour, mon ami.<|im_end|>\n',
+             '<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\nParis.<|im_end|>\n']
+    trained = ['Two plus two is four.<|im_end|>', 'Hello to everyone.<|im_end|>Bonjour, mon ami.<|im_end|>', 'Paris.<|im_end|>']
+    rows,masks = (s.rows(k, np.arange(3)).to_rows() for k in ('sequence','loss_mask'))
+    decoded = lambda ids: tok.full.decode(list(map(int, ids)), skip_special_tokens=False)
+    assert [decoded(o) for o in rows]==whole and [decoded(np.array(o)[np.array(m, bool)]) for o,m in zip(rows, masks)]==trained
