@@ -2198,7 +2198,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'fastseqprep.tables._check_format': ('tables.html#_check_format', 'fastseqprep/tables.py'),
                                     'fastseqprep.tables._clashes': ('tables.html#_clashes', 'fastseqprep/tables.py'),
                                     'fastseqprep.tables._column_problems': ('tables.html#_column_problems', 'fastseqprep/tables.py'),
-                                    'fastseqprep.tables._count': ('tables.html#_count', 'fastseqprep/tables.py'),
+                                    'fastseqprep.tables._counts': ('tables.html#_counts', 'fastseqprep/tables.py'),
                                     'fastseqprep.tables._cut_rows': ('tables.html#_cut_rows', 'fastseqprep/tables.py'),
                                     'fastseqprep.tables._facts': ('tables.html#_facts', 'fastseqprep/tables.py'),
                                     'fastseqprep.tables._id_problem': ('tables.html#_id_problem', 'fastseqprep/tables.py'),

@@ -9,6 +9,7 @@ __all__ = ['MANIFEST_NAME', 'MANIFEST_FORMAT', 'MANIFEST_VERSION', 'WORK_NAME', 
 
 # %% ../nbs/10_store.ipynb #6fbfea21
 import hashlib, html, posixpath, re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -147,7 +148,8 @@ def input_files(
     root = posixpath.commonpath([posixpath.dirname(p) for p in full]) if full else ''
     names = [p[len(root):].lstrip('/') for p in full]
     prefix = f'{source}/' if source else ''
-    return sorted((InputFile(name=prefix+n, bytes=file_size(p), sha256=path_hash(p)) for p,n in zip(paths, names)), key=lambda f: f.name)
+    def describe(p, n): return InputFile(name=prefix+n, bytes=file_size(p), sha256=path_hash(p))
+    with ThreadPoolExecutor(2) as pool: return sorted(pool.map(describe, paths, names), key=lambda f: f.name)
 
 # %% ../nbs/10_store.ipynb #0e44740b
 def _values_bytes(s)->bytes:

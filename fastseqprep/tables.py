@@ -181,7 +181,9 @@ def _schema(files:Files, i:int, name:str)->dict|None:
     except pl.exceptions.NoDataError: return None
     except (pl.exceptions.PolarsError, OSError) as e: raise ValueError(f"{name} ({files.labels[i]}): cannot be read as {files.format}: {first_line(e)}.") from None
 
-def _count(lf)->int: return lf.select(pl.len()).collect().item()
+def _counts(frames)->list: # of int
+    "Rows of lazy frames"
+    return [o.item() for o in pl.collect_all([o.select(pl.len()) for o in frames])]
 
 def _cut_rows(rows:list, max_rows)->list:
     "How many rows of each file are read"
@@ -296,7 +298,7 @@ def open_table(
         found = {i:s for i in range(len(files.paths)) if (s:=_schema(files, i, t.name)) is not None}
         schemas,at = {files.labels[i]:s for i,s in found.items()},list(found)
     if not schemas: raise ValueError(f"{t.name}: {'the file is' if len(files.paths)==1 else 'all files are'} empty ({few_names(files.labels)}).")
-    rows = [_count(frame.lazy())] if files is None else [] if files.format=='csv' else [_count(scan_file(files.paths[i], files.format, files.options, files.storage)) for i in at]
+    rows = _counts([frame.lazy()]) if files is None else [] if files.format=='csv' else _counts([scan_file(files.paths[i], files.format, files.options, files.storage) for i in at])
     if rows and any(rows) and not all(rows):
         at = [i for i,n in zip(at, rows) if n]
         schemas,rows = {files.labels[i]:schemas[files.labels[i]] for i in at},[n for n in rows if n]

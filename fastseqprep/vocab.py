@@ -115,7 +115,7 @@ def find_sorted(
 )->np.ndarray: # (n,) int64 place in `values`, -1 where it is not there
     "Where each text stands in a sorted list"
     if not len(values): return np.full(len(texts), -1)
-    if len(values) <= 4*len(texts):
+    if len(values) <= 4*len(texts) and len(texts)>1000: # few are found sooner one by one
         known = pl.DataFrame({'text':values, 'place':np.arange(len(values))})
         return pl.DataFrame({'text':texts}).join(known, on='text', how='left', maintain_order='left')['place'].fill_null(-1).to_numpy()
     place = values.search_sorted(texts.fill_null('')).to_numpy().astype(np.int64).clip(max=len(values)-1)
