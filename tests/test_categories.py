@@ -256,7 +256,7 @@ def test_fixed_maps(tmp_path):
     (dict(item={'pear': 3, 'fig': 3}), ['item.json', 'same id, 3']), (dict(item={'[mask]': 2}), ['item.json', 'only reserved labels']), (dict(item={}), ['item.json', 'empty']),
     (dict(item={'pear': 3, '[mask]': 7}), ["'[mask]'", 'reserved for 2']), (dict(item={'pear': 2, 'fig': 3}), ['reserved for [mask]']), (dict(item={'pear': 1}), ['reserved for [other]']),
     (dict(item={'pear': -1}), ['expected 3 or more']), (dict(item={'pear': 4}), ['smallest id of a value is 4']), (dict(item={'pear': True}), ['expected a whole number']), (dict(item={'pear': '3'}), ['expected a whole number']),
-    (dict(code={'pear': 3}), ['code.json', "'pear' is not an integer"]), (dict(code={str(2**64): 3}), ['is not an integer']), (dict(code={str(2**63): 3, '-1': 4}), ['do not fit into one type']), (dict(flag={'2': 3}), ["'2' is not a boolean"]),
+    (dict(code={'pear': 3}), ['code.json', "'pear' is not an integer"]), (dict(code={str(2**64): 3}), ['does not fit into 64 bits']), (dict(code={str(2**63): 3, '-1': 4}), ['do not fit into one type']), (dict(flag={'2': 3}), ["'2' is not a boolean"]),
     (dict(amount={'1': 3}), ["'amount' holds quantities"]), (dict(colour={'1': 3}), ['colour.json', "no column 'colour'"]), (dict(item='{"a": 3'), ['not readable as JSON']), (dict(item='[1]'), ['is a list']), (dict(item='{"a": 3, "a": 4}'), ['stands there twice']),
     (dict(item={'a': 4}, amount={'1': 3}), ['smallest id', 'quantities'])])
 def test_fixed_maps_that_are_refused(tmp_path, files, words):
