@@ -2775,6 +2775,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                            'fastseqprep.text_pipeline._Read.enough': ( 'text.html#_read.enough',
                                                                                        'fastseqprep/text_pipeline.py'),
                                            'fastseqprep.text_pipeline._code_hash': ('text.html#_code_hash', 'fastseqprep/text_pipeline.py'),
+                                           'fastseqprep.text_pipeline._input_names': ( 'text.html#_input_names',
+                                                                                       'fastseqprep/text_pipeline.py'),
                                            'fastseqprep.text_pipeline._n_threads': ('text.html#_n_threads', 'fastseqprep/text_pipeline.py'),
                                            'fastseqprep.text_pipeline._name_inside': ( 'text.html#_name_inside',
                                                                                        'fastseqprep/text_pipeline.py'),

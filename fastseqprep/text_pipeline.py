@@ -88,7 +88,7 @@ class _Read:
         if res['error']: raise ValueError(f"{_place(self.files, spec, before, res['error'][0])}: {res['error'][1]}; mend it, or set on_error to 'skip' to leave such records out")
         self.lines[i] = before+res['lines']
         self.ledger.add(self.files[i].path, read=res['read'], kept=res['kept'], dropped=res['dropped'])
-        for reason,(line,message) in res['first'].items(): self.first.setdefault(reason, [_place(self.files, spec, before, line), message])
+        for reason,(line,message) in res['first'].items(): self.first.setdefault(reason, [_place(self.files, spec, before, line), message, self.files[i].path])
         codes = np.array([self.domains.setdefault(d, len(self.domains)) for d in res['domains']], np.int64)
         for f in res['files']:
             self.scratch.append(f'{folder}/{f}')
@@ -216,12 +216,17 @@ def _code_hash(cls):
     try: return content_hash(inspect.getsource(inspect.getmodule(cls) or cls))
     except (OSError,TypeError): return content_hash(cls.__qualname__)
 
+def _input_names(files, inputs)->dict:
+    "Path of a file → its name among the inputs, which does not tell where on a machine it lies"
+    path = {f.path:fs_of(f.path)[1] for f in files}
+    names = dict(zip(sorted(set(path.values())), (o.name for o in inputs))) # inputs are sorted by name
+    return {k:names[v] for k,v in path.items()}
+
 @patch
 def _settings(self:TextPipeline, tok, files, inputs):
     "All that decides the bytes, beside the inputs"
-    path = lambda f: fs_of(f.path)[1]
-    names = {p:o.name for p,o in zip(sorted({path(f) for f in files}), inputs)} # inputs are sorted by name
-    order = dict(order=[names[path(f)] for f in files]) if len(files)>1 else {} # which records follow
+    names = _input_names(files, inputs)
+    order = dict(order=[names[f.path] for f in files]) if len(files)>1 else {} # which records follow
     made = builders[self.cfg.builder]
     own = {} if made.__module__.startswith('fastseqprep.') else dict(builder_code=_code_hash(made)) # which may change without its name
     return dict(self.cfg.resolved(results_only=True), tokenizer=tok.hash, **order, **own)
@@ -299,8 +304,8 @@ def _drop(self:TextPipeline, enc, read, left):
     files = np.array([spec['split'][0] for spec,_ in read.at])
     for reason,records in left.items():
         if not len(records): continue
-        read.first.setdefault(reason, [self._where(enc, read, int(records.min())), ''])
         of = files[np.searchsorted(enc.first, records, 'right')-1]
+        read.first.setdefault(reason, [self._where(enc, read, int(records.min())), '', read.files[of[records.argmin()]].path])
         for i,n in zip(*np.unique(of, return_counts=True)):
             read.ledger.add(read.files[i].path, kept=-int(n), dropped={reason:int(n)})
 
@@ -312,9 +317,12 @@ def _finish(self:TextPipeline, run, read, tok, encoder, plans, packing, done, to
     parts = list(_part_names) if self.cfg.validation else ['']
     o = self.cfg.preprocessing
     if packing: packing = dict(packing, strategy=o.packing_strategy, max_packed_len=o.max_packed_len)
-    facts = dict(parts=parts, shards=shards, domains=list(read.domains), dropped_first=read.first, packing=packing, **tokens,
+    names,ledger = _input_names(read.files, run.manifest.inputs),Ledger()
+    for p,e in read.ledger.to_dict().items(): ledger.add(names[p], e['read'], e['kept'], e['dropped'])
+    first = {k:[names[path]+place.removeprefix(path), why] for k,(place,why,path) in read.first.items()}
+    facts = dict(parts=parts, shards=shards, domains=list(read.domains), dropped_first=first, packing=packing, **tokens,
                  tokenizer=dict(ids=tok.n_ids, encoder=encoder.name, why=encoder.why))
-    run.finish(outputs, ledger=read.ledger, facts=facts, fitted_hash=tok.hash)
+    run.finish(outputs, ledger=ledger, facts=facts, fitted_hash=tok.hash)
 
 # %% ../nbs/22_text.ipynb #faae2fe7
 class TextResult:

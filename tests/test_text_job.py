@@ -478,9 +478,9 @@ def test_nulls_of_a_table_are_no_content(tmp_path, toks):
     pq.write_table(pa.Table.from_pylist([*filled, dict(messages=[dict(role='user', content='question 0', name='me'), dict(role='assistant', content='reply')])]), tmp_path/'b.parquet')
     path = [write(tmp_path/'a.jsonl', chats), tmp_path/'b.parquet']
     res = job(path, tmp_path/'out', toks, {**CHAT, 'dedupe':True})
-    assert sum(e['kept'] for e in res.ledger.to_dict().values())==7 and res.ledger.to_dict()[str(path[1])]['dropped']=={'duplicate':6}
+    assert sum(e['kept'] for e in res.ledger.to_dict().values())==7 and res.ledger.to_dict()['b.parquet']['dropped']=={'duplicate':6}
     res = job(write(tmp_path/'c.jsonl', chats+filled), tmp_path/'lenient', toks, {**CHAT, 'dedupe':True, 'types':'lenient'})
-    assert res.ledger.to_dict()[str(tmp_path/'c.jsonl')]['kept']==12
+    assert res.ledger.to_dict()['c.jsonl']['kept']==12
 
 def test_what_is_not_the_runs_own_stays(tmp_path, toks):
     "Runs in folders further inside, whatever these are named, and inputs are left alone; another job's output is not replaced"
@@ -621,7 +621,7 @@ def test_what_a_template_writes_is_no_duplicate(tmp_path, toks):
     tool = lambda **more: dict(messages=[dict(role='user', content='Where?'), dict(role='assistant', content='Here')], tools=[dict(name='find', **more)])
     for records in [call(), call(unit=None)],[tool(), tool(default=None)]:
         res = job(write(tmp_path/'a.jsonl', [*records, records[0]]), tmp_path/'out', toks, {**CHAT, 'dedupe':True}, overwrite=True)
-        assert res.ledger.to_dict()[str(tmp_path/'a.jsonl')]['kept']==2
+        assert res.ledger.to_dict()['a.jsonl']['kept']==2
 
 def test_mending_takes_nothing_away(tmp_path, toks):
     "A damaged run that is done again leaves shards of others where they are"
@@ -671,3 +671,15 @@ def test_the_generation_tag_is_known(tmp_path, toks):
     rows,masks = (s.rows(k, np.arange(3)).to_rows() for k in ('sequence','loss_mask'))
     decoded = lambda ids: tok.full.decode(list(map(int, ids)), skip_special_tokens=False)
     assert [decoded(o) for o in rows]==whole and [decoded(np.array(o)[np.array(m, bool)]) for o,m in zip(rows, masks)]==trained
+
+def test_a_manifest_does_not_tell_where_inputs_lie(tmp_path, toks):
+    "Moved elsewhere, the same inputs and configuration give the same bytes, manifest included"
+    found = []
+    for o in 'a','b/c':
+        (tmp_path/o/'in').mkdir(parents=True)
+        for n in 'x.jsonl','y.jsonl': write(tmp_path/o/'in'/n, [dict(text=f'the sea {i}') for i in range(3)]+[dict(text=''), dict(text=7, n=n)])
+        (tmp_path/o/'in/y.jsonl').open('a').write('{"text"\n')
+        res = job(tmp_path/o/'in', tmp_path/o/'out', toks, {**beside(max_seq_len=3, max_packed_len=2), 'on_error':'skip'})
+        found.append(files(tmp_path/o/'out'))
+    assert found[0]==found[1] and str(tmp_path).encode() not in b''.join(found[0].values())
+    assert [*res.ledger.to_dict()]==['x.jsonl','y.jsonl'] and res.facts['dropped_first']=={'empty':['x.jsonl:4',''], 'not JSON':['y.jsonl:6', res.facts['dropped_first']['not JSON'][1]]}
