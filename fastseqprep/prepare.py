@@ -164,7 +164,9 @@ def read_metadata(
     path, # a metadata file that this job or sequifier wrote
 )->dict:
     "Metadata of a run, with what older files leave out"
+    if not isinstance(path, (str,os.PathLike)): raise TypeError(f'the metadata of a run is {type(path).__name__}, expected the path of its file, configs/metadata_configs/NAME.json')
     if not exists(path): raise FileNotFoundError(f'{path} does not exist')
+    if not is_remote(path) and Path(path).is_dir(): raise IsADirectoryError(f'{path} is a folder, expected the metadata file of a run, configs/metadata_configs/NAME.json')
     meta = read_json(path)
     if not isinstance(meta, dict): raise ValueError(f'{path} is not the metadata of a run')
     meta = {'column_data_types': meta.get('column_types', {}), 'normalize_on_all_data': True, 'selected_columns_statistics': {}, 'cardinality_config': {}, 'id_maps': {}, 'n_classes': {}, **meta}

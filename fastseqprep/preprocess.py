@@ -9,6 +9,7 @@ __all__ = ['SHARD_BYTES', 'BLOCK_CELLS', 'Placement', 'placements', 'window_offs
 
 # %% ../nbs/20_preprocess.ipynb #f2be1bd6
 import glob, html, os, warnings
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -309,6 +310,7 @@ def as_config(
     "A configuration; for rows that are handed over, with what their `DataSource` says and the configuration leaves open"
     made = isinstance(config, PreprocessConfig)
     if made and not isinstance(source, DataSource): return config
+    if not made and not isinstance(config, Mapping): raise TypeError(f"config is {type(config).__name__}, expected a PreprocessConfig or its keys as a dict")
     keys = {k: getattr(config, k) for k in config.model_fields_set} if made else dict(config)
     if source is not None:
         keys.setdefault('project_root', '.')

@@ -197,7 +197,8 @@ def _column_problems(t:TableScan, schemas:dict, selected:bool)->list:
     first,res = next(iter(schemas.values())),[]
     for c in dict.fromkeys(t.needed):
         out = [l for l,s in schemas.items() if c not in s]
-        if out: res.append(f"column {c!r} is not in {few_names(out)}{did_you_mean(c, schemas[out[0]])} (the columns there are {_names(schemas[out[0]])})")
+        hint = ', or name another with a DataSource (entity_col, time_col)' if c in ('sequenceId','itemPosition') else ''
+        if out: res.append(f"column {c!r} is not in {few_names(out)}{did_you_mean(c, schemas[out[0]])} (the columns there are {_names(schemas[out[0]])}){': rename one'+hint if hint else ''}")
         if any(f'{c}_duplicated_0' in s for s in schemas.values()): res.append(f"column {c!r} is there twice")
     if not selected:
         for l,s in schemas.items():

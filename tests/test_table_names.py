@@ -200,3 +200,10 @@ def test_a_damaged_manifest_of_a_killed_run_is_no_end(tmp_path, monkeypatch):
         run(tmp_path/f'k{n}')
         got = {p.relative_to(root): p.read_bytes() for p in root.rglob('*') if p.is_file()}
         assert got.keys() == want.keys() and all(got[k] == want[k] for k in want if not k.name.endswith('.json')), n
+
+
+def test_what_is_no_config_or_metadata_is_told(tmp_path):
+    with pytest.raises(TypeError, match='config is int, expected a PreprocessConfig or its keys'): preprocess(3, ROWS)
+    with pytest.raises(TypeError, match='metadata of a run is NoneType, expected the path'): Encoder.load(None)
+    with pytest.raises(IsADirectoryError, match='is a folder, expected the metadata file of a run'): Encoder.load(tmp_path)
+    with pytest.raises(ValueError, match="column 'sequenceId' is not in df .*rename one, or name another with a DataSource"): run(tmp_path, ROWS.rename(dict(sequenceId='user')))
