@@ -4,7 +4,7 @@
     python benchmarks/text.py --quick              # a few minutes: one round, 1,500 chats and 3,000 documents
     python benchmarks/text.py --no-peers           # fastseqprep and the limit
     python benchmarks/text.py --parts speed pack   # only these
-    python benchmarks/text.py --peers FOLDER       # of environments that are there already: hf, trl, datatrove, megatron
+    python benchmarks/text.py --peers FOLDER       # of environments that are there already: hf, trl, datatrove, megatron, encoders
 
 Needs the package with its extra `fast`, and some 8 GB of disk for 500,000 documents. Each run is a fresh process, from JSON lines to files that can be trained from; all
 take turns (A B C A B C ...), every figure is a median, every ratio the median of the rounds' ratios. Plans of packing have a benchmark of their own, `pack.py`.
@@ -19,7 +19,7 @@ from _measure import medians, run, spread, venv
 from _text_data import chats, documents, tokenizer
 from events import busy, machine, ratio, table
 
-PEERS = dict(hf=['datasets==5.2.0', 'transformers==5.24.0', 'jinja2'], trl=['trl==1.16.0', 'datasets==5.2.0', 'jinja2'], datatrove=['datatrove[io,processing]==0.10.1', 'tokenizers'], megatron=['megatron-core', 'datasets==5.2.0'])
+PEERS = dict(hf=['datasets==5.2.0', 'transformers==5.24.0', 'jinja2'], trl=['trl==1.16.0', 'datasets==5.2.0', 'jinja2'], datatrove=['datatrove[io,processing]==0.10.1', 'tokenizers'], megatron=['megatron-core', 'datasets==5.2.0'], encoders=['gigatoken==0.10.0', 'tiktoken==0.14.0', 'fastokens==0.3.5', 'tokenizers', 'numpy'])
 LIMIT, PLAIN, FAST = 'encode_batch_fast alone', 'fastseqprep, plain', 'fastseqprep, fast'
 MAP, MASKS = 'datasets.map + tokenizers', 'datasets.map + transformers, masks'
 WAYS = {  # name: (environment, script, task)
@@ -38,7 +38,7 @@ TAKING_PART = dict(docs=[w for w in WAYS if not w.startswith(MASKS)], chats=[w f
 
 def args():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument('--parts', nargs='+', default=['speed','pack','memory','export'], choices=['speed','pack','memory','export'], help='what to measure')
+    p.add_argument('--parts', nargs='+', default=['speed','pack','memory','export','encoders'], choices=['speed','pack','memory','export','encoders'], help='what to measure')
     p.add_argument('--documents', type=int, default=50_000)
     p.add_argument('--chats', type=int, default=20_000)
     p.add_argument('--memory-documents', type=int, nargs='+', default=[50_000, 500_000], help='documents of the memory table')
@@ -165,6 +165,21 @@ def export_part(a, pys):
     return f"\n## Exports\n\n{ours['rows']:,} documents, {ours['tokens']:,} tokens.\n\n" + table(['read back by', 'rows', 'rows and ids'], rows), reached
 
 
+def encoders_part(a, pys):
+    "Which encoder is the quickest of those that give the ids of `tokenizers`"
+    if 'encoders' not in pys: return '', []
+    n, names = min(a.documents, 10_000), ('tokenizers', 'fastokens', 'gigatoken', 'tiktoken')
+    runs = {k: [] for k in names}
+    for _ in range(a.repeats):
+        for k in names: runs[k].append(run(pys['encoders'], 'encoders_text.py', dict(mode='write', encoder=k, data=str(data(a, 'docs', n)), tokenizer=str(tokenizer(a.work/'data'/'text-tokenizer')))))
+    want, rows = runs['tokenizers'][0]['digest'], []
+    for k, rs in runs.items():
+        m = medians([{x: v for x, v in r.items() if x != 'digest'} for r in rs])
+        rows.append([f"{k} ({rs[0]['version']})", f"{m['wall_s']:.2f}", f"{m['cpu_s']:.1f}", f"{m['tokens']/m['wall_s']/1e6:.1f}", 'yes' if all(r['digest'] == want for r in rs) else 'no'])
+        print(*rows[-1], sep=' | ', flush=True)
+    return f"\n## Encoders\n\nIds of {n:,} documents from memory, a thousand at a time, as arrays; tokenizers opened before.\n\n" + table(['encoder', 's', 'CPU s', 'M tokens/s', 'ids of tokenizers'], rows), []
+
+
 NOTES = """Texts are runs of lines out of the standard library and pydoc's topics, and conversations about them (`_text_data.py`, seeded); the tokenizer is a byte-level BPE of 32,000
 tokens that cuts words as Llama 3 does. *encode_batch_fast alone* gets texts that are in memory, chats rendered before, and throws its results away; all others read JSON lines and write files. Ours
 and datatrove write an end token after each document, and so does the function that `map` calls. Ours writes ids, offsets and, for chats, masks; opening the tokenizer, comparing the encoders and hashing what is written count.
@@ -178,7 +193,7 @@ def main():
     pys = pythons(a)
     tokenizer(a.work/'data'/'text-tokenizer')
     for part in a.parts:
-        text, found = dict(speed=speed_part, pack=pack_part, memory=memory_part, export=export_part)[part](a, pys)
+        text, found = dict(speed=speed_part, pack=pack_part, memory=memory_part, export=export_part, encoders=encoders_part)[part](a, pys)
         parts, reached = parts+text, reached+found
     shutil.rmtree(a.work/'text-out', ignore_errors=True)
     aims = table(['texts', 'aim', 'reached', 'yes or no'], [[t, what, f'{x:.2f}', 'yes' if ok else 'no'] for t, what, x, ok in reached])

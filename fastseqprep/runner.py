@@ -93,14 +93,16 @@ def _call(fn, spec):
 class _Progress:
     "A progress bar, or nothing where nobody looks"
     def __init__(self, total:int, desc:str, show:bool):
-        self.bar = None
+        self.bar,self.desc,self.began,self.amount = None,desc,time.monotonic(),0
         if not show or not total or not (IN_NOTEBOOK or sys.stdout.isatty()): return
         from fastprogress.fastprogress import progress_bar
         self.bar = progress_bar(range(total), total=total)
         self.bar.comment = desc
         self.bar.update(0)
-    def __call__(self, done:int):
+    def __call__(self, done:int, amount:int=0, unit:str=''):
         if self.bar is None: return
+        self.amount += amount
+        if unit: self.bar.comment = f'{self.desc}: {self.amount/max(1e-9, time.monotonic()-self.began):,.0f} {unit}/s'
         self.bar.update(done)
         if done==self.bar.total and not IN_NOTEBOOK: print()  # the bar leaves the cursor in its line
 
@@ -156,13 +158,14 @@ def iter(self:Runner,
     fn, # a function of an importable module; takes one spec
     specs, # list of small picklable specs
     desc:str='', # shown beside the progress bar
+    unit:str='', # what results, which are dicts, count under this name is shown by the second, such as tokens
 ):
     "Yield the results of the tasks in the order of `specs`, each as soon as it and those before it are done"
     specs = list(specs)
     progress = _Progress(len(specs), desc, self.progress)
     results = (fn(s) for s in specs) if not self.n_workers and self.executor is None else self._pooled(fn, specs)
     for i,res in enumerate(results):
-        progress(i+1)
+        progress(i+1, res.get(unit, 0) if unit else 0, unit)
         yield res
 
 @patch

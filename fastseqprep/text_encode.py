@@ -144,7 +144,7 @@ def _columns(outs, masks):
 
 class Scratch:
     "Gathers what is built, and writes it to files"
-    def __init__(self, stem): self.stem,self.files,self.domains = stem,[],{}; self._clear()
+    def __init__(self, stem): self.stem,self.files,self.domains,self.tokens = stem,[],{},0; self._clear()
     def _clear(self): self.outs,self.more,self.n = [],[],0
 
     def add(self,
@@ -159,7 +159,9 @@ class Scratch:
         codes = np.fromiter(map(self.domains.get, built.domains), np.int32, len(built))
         self.outs.append(built.outputs); self.masks = built.masks
         self.more.append((codes, np.asarray(lines, np.int64)[built.rows], hashes, places))
-        self.n += sum(len(o.values.values) for o in built.outputs.values())
+        n = [len(o.values.values) for o in built.outputs.values()]
+        self.n += sum(n)
+        self.tokens += sum(k for k,o in zip(n, built.outputs.values()) if o.values.values.dtype.kind=='i')
         if self.n>=MOST_VALUES: self.flush()
 
     def flush(self):
@@ -273,7 +275,7 @@ def encode_split(
     spec:dict, # split, config (JSON), tokenizer and its hash, encoder, builder, stem: see `encode_specs`
     alone:bool=True, # or are other splits encoded by other threads of this process?
     stopped=None, # function that says whether nobody wants the result any more
-)->dict: # lines, read, kept, dropped, first, error, files, domains
+)->dict: # lines, read, kept, dropped, first, error, files, domains, tokens
     "Encode the records of a split into scratch files"
     with rare_gc(): return _encode_split(spec, alone, stopped or (lambda: False))
 
@@ -294,7 +296,7 @@ def _encode_split(spec, alone, stopped):
         places = split_position(_key_texts(kept, cfg.validation_key) if cfg.validation_key else texts, cfg.seed) if cfg.validation else None
         scratch.add(b, lines, source_hashes(texts) if cfg.dedupe else None, places)
     scratch.flush()
-    return dict(lines=n, read=counts.read, kept=counts.kept, dropped=counts.dropped, first=counts.first, error=counts.error, files=scratch.files, domains=list(scratch.domains))
+    return dict(lines=n, read=counts.read, kept=counts.kept, dropped=counts.dropped, first=counts.first, error=counts.error, files=scratch.files, domains=list(scratch.domains), tokens=scratch.tokens)
 
 def encode_specs(
     splits, # of `input_splits`

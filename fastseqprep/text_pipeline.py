@@ -142,7 +142,7 @@ def _encode(self:TextPipeline, run, files, tok, encoder):
     todo = [i for i in range(len(specs)) if i not in found]
     n = 1 if self.n_workers or self.executor is not None else _n_threads(self.cfg, encoder.name, len(todo))
     with _threads(n) as (pool,over), Runner(min(self.n_workers, len(todo) or 1), pool or self.executor, self.progress, max_pending=pool and n+1) as runner:
-        results = runner.iter(partial(encode_split, alone=False, stopped=over) if pool else encode_split, [specs[i] for i in todo], 'encode')
+        results = runner.iter(partial(encode_split, alone=False, stopped=over) if pool else encode_split, [specs[i] for i in todo], 'encode', 'tokens')
         for i,spec in enumerate(specs):
             if i not in found:
                 res = next(results)

@@ -168,6 +168,17 @@ def test_same_bytes(tmp_path, toks, small_splits, monkeypatch):
     job(tmp_path/'parts', tmp_path/'two', toks)
     assert data_files(tmp_path/'two')==data_files(tmp_path/'none')
 
+def test_dask(tmp_path, toks, small_splits):
+    "Workers of a cluster give the bytes of one process, for packed documents and for chats"
+    distributed = pytest.importorskip('distributed')
+    path = write(tmp_path/'d.jsonl', documents(200))
+    chats = write(tmp_path/'c.jsonl', [dict(messages=[dict(role='user', content=f'question {i}'), dict(role='assistant', content='reply '*(1+i%5))]) for i in range(120)])
+    with distributed.LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None) as cluster, distributed.Client(cluster) as client:
+        for name,cfg,where in ('docs',PACKED,path), ('chats',CHAT,chats):
+            job(where, tmp_path/name, toks, cfg)
+            job(where, tmp_path/f'{name}-dask', toks, cfg, executor=client.get_executor())
+            assert files(tmp_path/f'{name}-dask')==files(tmp_path/name)
+
 KILLED = '''
 import functools, json, sys
 import fastseqprep.text_pipeline as p
@@ -683,3 +694,19 @@ def test_a_manifest_does_not_tell_where_inputs_lie(tmp_path, toks):
         found.append(files(tmp_path/o/'out'))
     assert found[0]==found[1] and str(tmp_path).encode() not in b''.join(found[0].values())
     assert [*res.ledger.to_dict()]==['x.jsonl','y.jsonl'] and res.facts['dropped_first']=={'empty':['x.jsonl:4',''], 'not JSON':['y.jsonl:6', res.facts['dropped_first']['not JSON'][1]]}
+
+def test_progress_tells_tokens_by_the_second(tmp_path, toks, small_splits, monkeypatch):
+    "The bar of the encoding counts the tokens of all splits"
+    import fastseqprep.runner as runner
+    seen = []
+    class Bar(runner._Progress):
+        def __init__(self, total, desc, show):
+            super().__init__(total, desc, False)
+            self.bar = type('Shown', (), dict(total=-1, comment=desc, update=lambda self, done: seen.append((self.comment, done))))()
+        def __call__(self, *args):
+            super().__call__(*args)
+            if self.desc=='encode': Bar.amount = self.amount
+    monkeypatch.setattr(runner, '_Progress', Bar)
+    path = write(tmp_path/'d.jsonl', [dict(text=f'the sea is {i}') for i in range(200)])
+    res = job(path, tmp_path/'out', toks, beside())
+    assert Bar.amount==res.tokens and len([o for o in seen if o[0].startswith('encode: ') and o[0].endswith(' tokens/s')])>2
