@@ -106,12 +106,18 @@ def _finite(r:_Rows, c:str, s:pl.Series, x:np.ndarray):
         was = r.df[c][row]
         raise ValueError(f"{r.at(c, row)}: {was} " + (f"is {x[row]} as {s.dtype}" if np.isfinite(float(was)) else 'is not a finite number') + f" ({int(bad.sum()):,} such rows here); write missing values as null with a rule for them in nulls, or correct the value.")
 
-def _values(r:_Rows, c:str)->tuple:
+def _text_codes(s:pl.Series, none)->tuple:
+    "Codes and dictionary of the texts of a chunk; where most differ, the dictionary has them all, since to look for equal ones costs more than they take"
+    full = s if none is None else s.drop_nulls()
+    if len(full)<1000 or 2*full.approx_n_unique()<len(full): return dictionary_encode(s)
+    return (np.arange(len(s), dtype=np.int32) if none is None else np.where(none, -1, np.cumsum(~none)-1).astype(np.int32)),full
+
+def _values(r:_Rows, c:str, keep_all:bool)->tuple:
     "Values, nulls and dictionary of one column of a chunk"
     s,d = r.df[c],r.t.dtypes[c]
     none = s.is_null().to_numpy() if s.null_count() else None
     if d==pl.String:
-        codes,found = dictionary_encode(s)
+        codes,found = _text_codes(s.cast(pl.String), none) if keep_all else dictionary_encode(s)
         return codes, none, pl.Series(c, found, dtype=pl.String)
     s = s.to_physical().cast(pl.Int64) if d.is_temporal() else _cast(r, c, s, d) if s.dtype!=d else s
     x = (s.fill_null(False if d==pl.Boolean else 0) if none is not None else s).to_numpy()
@@ -177,7 +183,7 @@ def table_chunk(
     if t.sub_col: arrays['sub'] = _whole(r, t.sub_col, r.df[t.sub_col]).fill_null(int(null_int)).to_numpy()
     elif t.nested: arrays['sub'] = np.zeros(len(codes), np.int64)
     for i,c in enumerate(t.columns):
-        x,none,found = _values(r, c)
+        x,none,found = _values(r, c, path is None)
         arrays[f'{i}.bools' if x.dtype==bool else f'{i}.values'] = x
         if none is not None: arrays[f'{i}.nulls'] = none
         if found is not None: dicts[c] = found

@@ -9,6 +9,7 @@ __all__ = ['UNKNOWN', 'OTHER', 'MASK', 'LABELS', 'FIRST_ID', 'category_kind', 'c
 # %% ../nbs/01a_categories.ipynb #d9b41ff2
 import json, re, warnings
 from collections import Counter
+from functools import cached_property
 from pathlib import Path
 import numpy as np, polars as pl
 from fastcore.basics import listify, patch
@@ -126,12 +127,14 @@ class Categories:
     ):
         self.kind,self.values,self.ids,self.rule,self.name = kind,values,np.asarray(ids, np.int64),rule,name
         self.reserved,self._map,self.first_bucket = reserved or {},map,first_bucket
-        keys,ids = values,self.ids
-        if kind=='text' and self.reserved:
-            keys = pl.concat([values, pl.Series(list(self.reserved), dtype=pl.String)])
-            order = keys.arg_sort().to_numpy()
-            keys,ids = keys.gather(order),np.concatenate([ids, list(self.reserved.values())])[order]
-        self._keys,self._key_ids = keys if kind=='text' else keys.to_numpy(),ids
+
+    @cached_property
+    def _known(self)->tuple:
+        "What is looked up, ascending, and its ids"
+        if self.kind!='text' or not self.reserved: return self.values if self.kind=='text' else self.values.to_numpy(),self.ids
+        keys = pl.concat([self.values, pl.Series(list(self.reserved), dtype=pl.String)])
+        order = keys.arg_sort().to_numpy()
+        return keys.gather(order),np.concatenate([self.ids, list(self.reserved.values())])[order]
 
     @property
     def hashing(self)->Hashing|None:
@@ -163,12 +166,12 @@ def _drop_labels(df:pl.DataFrame, rule, name)->pl.DataFrame:
     if found: warnings.warn(f"column {name!r} holds {' and '.join(found)}: taken for the reserved ids {', '.join(str(LABELS[o]) for o in found)}, not for categories", UserWarning, stacklevel=4)
     return df.filter(~pl.col('value').is_in(found)) if found else df
 
-def _keep(df:pl.DataFrame, rule)->pl.Series:
+def _keep(df:pl.DataFrame, rule)->pl.DataFrame:
     "The values that get an id of their own"
-    if rule is None: return df['value']
-    if rule.limit is None: return df['value'].head(0)
-    if rule.min_freq is not None: return df.filter(pl.col('count')>=rule.min_freq)['value']
-    return df.sort('count', 'value', descending=[True,False]).head(rule.top_k)['value']
+    if rule is None: return df
+    if rule.limit is None: return df.head(0)
+    if rule.min_freq is not None: return df.filter(pl.col('count')>=rule.min_freq)
+    return df.sort('count', 'value', descending=[True,False]).head(rule.top_k)
 
 @patch(cls_method=True)
 def fit(cls:Categories,
@@ -178,25 +181,47 @@ def fit(cls:Categories,
     name:str='',  # of the column
 ):
     "The categories of a column"
+    return _fit(cls, category_values(values, name), counts, rule, name)[0]
+
+def _fit(cls, s:pl.Series, counts, rule, name)->tuple:
+    "Categories, and the number of each of their values among those that were given"
     if isinstance(rule, dict): rule = CardinalityRule(**rule)
-    s = category_values(values, name)
     kind = category_kind(s.dtype)
     s = s.rename('value').cast(pl.Int64) if kind=='boolean' else s.rename('value')
-    df = s.to_frame().with_columns(count=pl.Series(np.ones(len(s), np.int64) if counts is None else np.asarray(counts, np.int64)))
+    df = s.to_frame().with_columns(count=pl.Series(np.ones(len(s), np.int64) if counts is None else np.asarray(counts, np.int64))).with_row_index('row')
     df = df.filter(pl.col('value').is_not_null() & (pl.col('count')>0))
     if not len(df): raise ValueError(f"column {name!r} has no value in the rows for training, from which its ids are taken: make the first split larger, or set normalize_on_all_data")
     if kind=='text': df = _drop_labels(df, rule, name)
     if not len(df) and rule and rule.limit is not None: raise ValueError(f"column {name!r} has only reserved labels in the rows for training, so that there is nothing to keep {rule.limit} of")
-    kept = _keep(df, rule).sort()
+    kept = _keep(df, rule).sort('value')
     first_bucket = FIRST_ID+len(kept) if rule and rule.hashing else None
-    return cls(kind, kept, np.arange(len(kept))+FIRST_ID, rule, name, {k:LABELS[k] for k in ('[unknown]','[other]')} if kind=='text' else {}, first_bucket=first_bucket)
+    cats = cls(kind, kept['value'], np.arange(len(kept))+FIRST_ID, rule, name, {k:LABELS[k] for k in ('[unknown]','[other]')} if kind=='text' else {}, first_bucket=first_bucket)
+    return cats,kept['row'].to_numpy()
+
+@patch(cls_method=True)
+def fit_encode(cls:Categories,
+    values,       # distinct values
+    counts=None,  # (n,) rows that hold each
+    rule:CardinalityRule|dict|None=None, # which values get an id of their own; None for all
+    name:str='',  # of the column
+)->tuple: # `Categories`; (n,) int64 id of each value
+    "As `fit`, then `encode` of the same values, which then need not be looked up"
+    s = category_values(values, name)
+    cats,rows = _fit(cls, s, counts, rule, name)
+    if cats.kind=='text' and cats.rule: _refuse_labels(s, bool(cats.hashing), name)
+    ids,null = np.full(len(s), -1),s.is_null().to_numpy()
+    ids[rows],ids[null] = cats.ids,UNKNOWN
+    for label,id in cats.reserved.items(): ids[(s==label).fill_null(False).to_numpy()] = id
+    missing = np.flatnonzero(ids<0)
+    if len(missing): ids[missing] = cats._rest(s.gather(missing))
+    return cats,ids
 
 # %% ../nbs/01a_categories.ipynb #9589c0c4
 @patch
 def _place(self:Categories, s:pl.Series)->np.ndarray:
     "Place of each value among the known ones, -1 where it is not there"
-    if self.kind=='text': return find_sorted(self._keys, s)
-    return find_integers(self._keys, s.fill_null(False if s.dtype==pl.Boolean else 0).to_numpy())
+    if self.kind=='text': return find_sorted(self._known[0], s)
+    return find_integers(self._known[0], s.fill_null(False if s.dtype==pl.Boolean else 0).to_numpy())
 
 @patch
 def _rest(self:Categories, s:pl.Series)->np.ndarray:
@@ -216,7 +241,8 @@ def encode(self:Categories,
     if (kind:=category_kind(s.dtype))!=self.kind: raise TypeError(f"column {self.name!r} is {kind}, but its ids are for {self.kind} values")
     if kind=='text' and self.rule: _refuse_labels(s, bool(self.hashing), self.name)
     place = self._place(s)
-    ids = self._key_ids[place] if len(self._key_ids) else np.full(len(s), OTHER)
+    known = self._known[1]
+    ids = known[place] if len(known) else np.full(len(s), OTHER)
     null = s.is_null().to_numpy()
     missing = np.flatnonzero((place<0) & ~null)
     if len(missing): ids[missing] = self._rest(s.gather(missing))

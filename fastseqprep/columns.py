@@ -9,7 +9,7 @@ __all__ = ['ROLES', 'infer_role', 'column_roles', 'distinct_values', 'column_mom
 # %% ../nbs/19a_columns.ipynb #f267fb6d
 import json, math, re
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 
@@ -83,18 +83,22 @@ def _release(col:Column, a:int, b:int):
     "Give the memory of rows of a mapped column back"
     for x in (col.values, col.nulls): release_pages(x, a, b)
 
+def _text_counts(col, rows)->np.ndarray:
+    "How often each text of the dictionary occurs in some rows"
+    counts = np.zeros(len(col.dictionary), np.int64)
+    for x in _kept(col, rows): counts += np.bincount(x, minlength=len(counts))
+    return counts
+
 def distinct_values(
     col:Column,
     rows=None, # (N,) bool, which rows to look at; by default all
 )->tuple: # distinct values as a `pl.Series`, ascending, and their counts (n,) int64
     "The distinct values of a column and how often each occurs"
-    parts = _kept(col, rows)
     if col.is_text:
-        counts = np.zeros(len(col.dictionary), np.int64)
-        for x in parts: counts += np.bincount(x, minlength=len(counts))
+        counts = _text_counts(col, rows)
         there = np.flatnonzero(counts)
         return col.dictionary.gather(there), counts[there]
-    found = [np.unique(x, return_counts=True) for x in parts]
+    found = [np.unique(x, return_counts=True) for x in _kept(col, rows)]
     if not found: return pl.Series(col.name, col.values), np.zeros(0, np.int64)
     values,counts = (np.concatenate(o) for o in zip(*found))
     values,at = np.unique(values, return_inverse=True)
@@ -234,6 +238,7 @@ class FittedColumn:
     nulls:str = 'error' # the rule for nulls, without an indicator
     text:TextModel = None # of a text column
     max_tokens:int = None # of a text column: most tokens of a text
+    known:tuple = field(default=None, repr=False, compare=False) # dictionary of texts that the ids were fitted on, and the id of each
 
     @property
     def n_classes(self)->int|None: return len(self.text)+len(LABELS) if self.role=='text' else self.categories and self.categories.n_classes
@@ -253,7 +258,10 @@ def encode(self:FittedColumn,
     "The numbers to be stored of a column"
     if self.role=='categorical': self.categories.check_fits(self.dtype)
     out = scratch_array(folder, self.id_dtype if self.role=='categorical' else stored_dtype(self.dtype), len(col))
-    lut = np.append(self.categories.encode(col.dictionary), UNKNOWN).astype(out.dtype) if self.role=='categorical' and col.is_text else None
+    lut = None
+    if self.role=='categorical' and col.is_text:
+        ids = self.known[1] if self.known and self.known[0] is col.dictionary else self.categories.encode(col.dictionary)
+        lut = np.append(ids, UNKNOWN).astype(out.dtype)
     for a,b in _blocks(len(col)):
         x,none = np.asarray(col.values[a:b]),None if col.nulls is None else col.nulls[a:b]
         if lut is not None: out[a:b] = lut[x] # code -1 is null
@@ -357,7 +365,11 @@ def fit(cls:FittedColumns,
     fitted = {}
     for name,col in columns.items():
         f = FittedColumn(name, roles[name], str(col.dtype), dtypes.get(name) or default_dtype(col.dtype, roles[name]), nulls=nulls.get(name, 'error'))
-        if f.role=='categorical': f.categories = maps.get(name) or Categories.fit(*distinct_values(col, of(name)), rules.get(name), name=name)
+        if f.role=='categorical' and name in maps: f.categories = maps[name]
+        elif f.role=='categorical' and col.is_text:
+            f.categories,ids = Categories.fit_encode(col.dictionary, _text_counts(col, of(name)), rules.get(name), name)
+            f.known = col.dictionary,ids
+        elif f.role=='categorical': f.categories = Categories.fit(*distinct_values(col, of(name)), rules.get(name), name)
         elif f.role=='real':
             m = column_moments(col, of(name))
             f.mean,f.std = m.mean,m.std

@@ -23,7 +23,7 @@ from .categories import OTHER, UNKNOWN
 from .config import *
 from .depth import *
 from .files import *
-from .metadata import dataset_metadata, run_facts, split_metadata, write_metadata
+from .metadata import dataset_metadata, make_maps_ready, run_facts, split_metadata, write_metadata
 from .prepare import *
 from .ragged import lengths_to_offsets
 from .resume import *
@@ -359,26 +359,38 @@ def _work(cfg, source, run, engine, executor, progress):
     tasks = write_tasks(cfg, prep.table, run.out, shared)
     flat = [t for split in tasks for t in split]
     pool = ThreadPoolExecutor(min(cfg.cores, len(flat))) if executor is None and not workers and cfg.cores>1 and len(flat)>1 else None
+    meta = run_metadata(cfg, prep)
+    beside = ThreadPoolExecutor(1) # JSON of large maps takes as long as windows do
     try:
+        about = beside.submit(_about_run, cfg, run, meta)
         with Runner(workers, executor or pool, progress=progress) as runner: done = runner.run(write_windows, flat, 'write', notes=run.notes('write'))
+        _finish(cfg, prep, run, tasks, done, meta, about.result())
     finally:
-        if pool is not None: pool.shutdown(cancel_futures=True)
-    _finish(cfg, prep, run, tasks, done)
+        for o in (pool, beside):
+            if o is not None: o.shutdown(cancel_futures=True)
 
-def _write_metadata(cfg, run, meta, entries)->list: # of `OutputFile`: of each split, if they have any; of the run
-    "Write what is known of the run and of each split, which with large maps takes as long as windows do"
-    todo = [] if cfg.merge_output else [(f'data/{cfg.name}-split{i}/metadata.json', split_metadata(meta, i, o, cfg.curriculum_column), 4) for i,o in enumerate(entries)]
-    def write(task):
-        name,about,indent = task
-        write_metadata(run.path(name), about, indent)
-        return run.output(name, kind='metadata')
-    with ThreadPoolExecutor(2) as pool: return list(pool.map(write, [*todo, (f'configs/metadata_configs/{cfg.name}.json', meta, None)]))
+def _metadata_file(run, name, about, indent=None)->OutputFile:
+    "Write what is known of the run or of a split"
+    write_metadata(run.path(name), about, indent)
+    return run.output(name, kind='metadata')
 
-def _finish(cfg, prep, run, tasks, done):
-    "Write metadata and manifests, and put all in place"
-    meta,outputs,facts,results = run_metadata(cfg, prep),[],[],iter(done)
+def _about_run(cfg, run, meta)->OutputFile:
+    "Write what is known of the run, and make ready what the files of splits hold of it"
+    res = _metadata_file(run, f'configs/metadata_configs/{cfg.name}.json', meta)
+    if not cfg.merge_output: make_maps_ready(meta)
+    return res
+
+def _split_files(cfg, run, meta, entries)->list: # of `OutputFile`, one for each split; none for merged ones, which have no shards
+    "Write what is known of each split"
+    if cfg.merge_output: return []
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda i: _metadata_file(run, f'data/{cfg.name}-split{i}/metadata.json', split_metadata(meta, i, entries[i], cfg.curriculum_column), 4), range(len(entries))))
+
+def _finish(cfg, prep, run, tasks, done, meta, about):
+    "Write metadata of splits and manifests, and put all in place"
+    outputs,facts,results = [],[],iter(done)
     shards = [[next(results) for _ in split] for split in tasks]
-    told = _write_metadata(cfg, run, meta, [[r['entry'] for r in mine] for mine in shards])
+    told = _split_files(cfg, run, meta, [[r['entry'] for r in mine] for mine in shards])
     for i,mine in enumerate(shards):
         files = [OutputFile(**o) for r in mine for o in r['outputs']]
         facts.append((sum(r['entry']['samples'] for r in mine), sum(r['pads'] for r in mine)))
@@ -392,7 +404,7 @@ def _finish(cfg, prep, run, tasks, done):
     if prep.seqs.id_map is not None:
         with atomic_write(run.path(f'data/{cfg.name}.ids.parquet')) as f: pl.DataFrame(dict(sequenceId=prep.seqs.out_ids, id=prep.seqs.ids)).write_parquet(f)
         outputs.append(run.output(f'data/{cfg.name}.ids.parquet', kind='ids'))
-    outputs.append(told[-1])
+    outputs.append(about)
     splits = split_facts(prep, [f[0] for f in facts], [f[1] for f in facts], cfg.widths)
     def kind(c): return str(pl.Datetime('us', 'UTC')) if c.is_text else str(c.dtype) # ISO text is read as UTC, in microseconds
     sources = {f.name: f.source for f in prep.fitted} | {c: kind(prep.seqs.columns[c]) for c in cfg.timestamps if c in prep.seqs.columns}

@@ -24,7 +24,7 @@ from .source import DataSource, as_frame
 from .spill import bucket_order, null_int, release_pages, scratch_array
 from .store import Ledger
 from .tables import TableScan, open_table, table_files
-from .vocab import find_sorted
+from .vocab import find_sorted, sorted_codes
 
 # %% ../nbs/00e_sequences.ipynb #b044db02
 @dataclass(repr=False)
@@ -111,19 +111,22 @@ def _repr_html_(self:Sequences): return f'<code>{html.escape(self._line())}</cod
 
 # %% ../nbs/00e_sequences.ipynb #5e2c076e
 def joint_values(
-    lists:list,  # of Series of distinct values
+    lists:list,  # of Series of values, those of a list mostly different
     dtype,       # of the values
 )->tuple:        # distinct values of all, ascending; for each list the place of its values among them
     "Distinct values of all chunks, sorted (text by code point)"
     lists,sizes = [pl.Series('', o, dtype=dtype) for o in lists],[len(o) for o in lists]
     values = pl.concat(lists) if lists else pl.Series('', [], dtype=dtype)
-    values = values.unique().sort() if len(lists)>4 else (s := values.sort()).filter(s.ne_missing(s.shift(1))) # few lists hold few values twice
-    find = (lambda o: find_sorted(values, o)) if values.dtype==pl.String else (lambda o: values.search_sorted(o).to_numpy())
+    def cut(found, of): return [np.append(o, np.int32(-1)) for o in np.split(found.astype(np.int32, copy=False), np.cumsum(of)[:-1])] # the last entry is for code -1
+    is_text = values.dtype==pl.String
+    if is_text and lists and 2*values.approx_n_unique()>=len(values): # it pays to sort all
+        values,found = sorted_codes(values.rechunk())
+        return values,cut(found, sizes)
+    values = values.unique().sort()
+    find = (lambda o: find_sorted(values, o)) if is_text else (lambda o: values.search_sorted(o).to_numpy())
     starts,places = np.flatnonzero(np.diff((np.cumsum(sizes)-sizes)//max(1, len(values)), prepend=-1)),[]
-    for a,b in zip(starts, [*starts[1:], len(lists)]): # a run of lists at once
-        found = find(pl.concat(lists[a:b])).astype(np.int32)
-        places += [np.append(o, np.int32(-1)) for o in np.split(found, np.cumsum(sizes[a:b])[:-1])] # the last entry is for code -1
-    return values, places
+    for a,b in zip(starts, [*starts[1:], len(lists)]): places += cut(find(pl.concat(lists[a:b])), sizes[a:b]) # a run of lists at once
+    return values,places
 
 def narrow_ids(ids:pl.Series)->pl.Series:
     "Integer ids as Int64 if they fit, else as UInt64 if they fit"
@@ -137,40 +140,41 @@ class _Chunks(NamedTuple):
     chunks:list
     ids:pl.Series
     ranks:list      # for each chunk: place of its ids
-    dicts:dict      # column → sorted dictionary
-    luts:dict       # column → for each chunk, place of its texts
+    texts:dict      # text column → future of its sorted dictionary and, for each chunk, the place of its texts
 
     def rank(self, i, pop=False): return self.ranks[i][self.chunks[i].pop('id') if pop else self.chunks[i].get('id')]
+    def dictionary(self, c): return self.texts[c].result()[0].alias(c) if c in self.texts else None
 
-def _joined(t:TableScan, chunks:list)->_Chunks:
+def _joined(t:TableScan, chunks:list, pool)->_Chunks:
+    texts = {c:pool.submit(joint_values, [k.dicts.pop(c) for k in chunks], pl.String) for c in t.columns if t.dtypes[c]==pl.String}
     ids,ranks = joint_values([c.ids for c in chunks], chunks[0].ids.dtype)
-    found = {c:joint_values([k.dicts[c] for k in chunks], pl.String) for c in t.columns if t.dtypes[c]==pl.String}
-    return _Chunks(chunks, narrow_ids(ids), ranks, {c:v.alias(c) for c,(v,_) in found.items()}, {c:l for c,(_,l) in found.items()})
+    return _Chunks(chunks, narrow_ids(ids), ranks, texts)
 
 def _part(t:TableScan, k:_Chunks, i:int, c:str, n:int)->tuple:
     "Values and nulls of a column of one chunk, its texts in joint codes"
     x = k.chunks[i].pop(f'{n}.bools' if t.dtypes[c]==pl.Boolean else f'{n}.values')
-    return (k.luts[c][i][x] if c in k.dicts else x), k.chunks[i].pop(f'{n}.nulls')
+    return (k.texts[c].result()[1][i][x] if c in k.texts else x), k.chunks[i].pop(f'{n}.nulls')
 
 def _concat(parts:list)->np.ndarray: return parts[0] if len(parts)==1 else np.concatenate(parts)
 
-def _memory(t:TableScan, k:_Chunks, policy:Policy)->tuple:
+def _column(t:TableScan, k:_Chunks, j:int, take)->Column:
+    "A column of all chunks, in the order `take`"
+    c,order = t.columns[j],(lambda x: x) if take is None else (lambda x: x[take])
+    parts,none = [_part(t, k, i, c, j) for i in range(len(k.chunks))],None
+    if any(o[1] is not None for o in parts): none = order(_concat([np.zeros(len(o[0]), bool) if o[1] is None else o[1] for o in parts]))
+    parts = [o[0] for o in parts]
+    x = _concat(parts)
+    del parts
+    return Column(c, t.dtypes[c], order(x), k.dictionary(c), none)
+
+def _memory(t:TableScan, k:_Chunks, policy:Policy, pool)->tuple:
     "`Sequences` of the chunks, in memory; rows dropped"
-    every = range(len(k.chunks))
     part = lambda name: _concat([c.pop(name) for c in k.chunks])
-    rows = sort_rows(_concat([k.rank(i, True) for i in every]), part('position'), part('sub') if t.has_children else None)
+    rows = sort_rows(_concat([k.rank(i, True) for i in range(len(k.chunks))]), part('position'), part('sub') if t.has_children else None)
     rows,n = check_order(t, rows, policy, lambda i: k.ids[i])
-    order = (lambda x: x) if rows.take is None else (lambda x: x[rows.take])
-    cols = {}
-    for j,c in enumerate(t.columns):
-        parts = [_part(t, k, i, c, j) for i in every]
-        none = None
-        if any(o[1] is not None for o in parts): none = order(_concat([np.zeros(len(o[0]), bool) if o[1] is None else o[1] for o in parts]))
-        parts = [o[0] for o in parts]
-        x = _concat(parts)
-        del parts
-        cols[c] = Column(c, t.dtypes[c], order(x), k.dicts.get(c), none)
-    return _sequences(t, k.ids, rows.rank, rows.position, rows.sub, cols), n
+    todo = sorted(range(len(t.columns)), key=lambda j: t.columns[j] in k.texts) # texts may not be joined yet
+    made = dict(zip(todo, pool.map(lambda j: _column(t, k, j, rows.take), todo)))
+    return _sequences(t, k.ids, rows.rank, rows.position, rows.sub, {c:made[j] for j,c in enumerate(t.columns)}), n
 
 # %% ../nbs/00e_sequences.ipynb #d72e5286
 def _sequences(t:TableScan, ids, rank, pos, sub, cols, folder=None)->Sequences:
@@ -271,13 +275,13 @@ def _disk(t:TableScan, k:_Chunks, policy:Policy, folder:Path, most:int)->tuple:
     n,cuts = int(counts.sum()),bucket_ids(counts, most)
     kinds = dict(rank=np.int32, position=np.int64) | (dict(sub=np.int64) if t.has_children else {})
     for j,c in enumerate(t.columns):
-        kinds[f'{j}'] = np.int32 if c in k.dicts else np.int64 if t.dtypes[c].is_temporal() else pl.Series([], dtype=t.dtypes[c]).to_numpy().dtype
+        kinds[f'{j}'] = np.int32 if c in k.texts else np.int64 if t.dtypes[c].is_temporal() else pl.Series([], dtype=t.dtypes[c]).to_numpy().dtype
         if any(f'{j}.nulls' in o.names for o in k.chunks): kinds[f'{j}.nulls'] = np.bool_
     arrays = {name:scratch_array(folder, kind, n, name) for name,kind in kinds.items()}
     _deal(t, k, arrays, cuts, counts)
     kept,dropped = _sort_buckets(t, k, arrays, lengths_to_offsets(counts)[cuts], policy)
     arrays = {name:x[:kept] for name,x in arrays.items()}
-    cols = {c:Column(c, t.dtypes[c], arrays[f'{j}'], k.dicts.get(c), arrays.get(f'{j}.nulls')) for j,c in enumerate(t.columns)}
+    cols = {c:Column(c, t.dtypes[c], arrays[f'{j}'], k.dictionary(c), arrays.get(f'{j}.nulls')) for j,c in enumerate(t.columns)}
     return _sequences(t, k.ids, arrays['rank'], arrays['position'], arrays.get('sub'), cols, folder), dropped
 
 # %% ../nbs/00e_sequences.ipynb #387ab604
@@ -388,15 +392,17 @@ def read_sequences(
     folder = None if small else _scratch(scratch)
     try:
         chunks,read,dropped = _read_all(t, _CHUNK_ROWS if small else max(1_000, min(_CHUNK_ROWS, memory_limit//(8*size))), folder)
-        k,policy = _joined(t, chunks),Policy(gaps, duplicates, bool(dropped))
-        seqs,n = _memory(t, k, policy) if small else _disk(t, k, policy, folder, max(1, memory_limit//(4*size)))
+        policy = Policy(gaps, duplicates, bool(dropped))
+        with ThreadPoolExecutor(2) as pool:
+            k = _joined(t, chunks, pool)
+            seqs,n = _memory(t, k, policy, pool) if small else _disk(t, k, policy, folder, max(1, memory_limit//(4*size)))
     except BaseException:
         if folder is not None: shutil.rmtree(folder, ignore_errors=True)
         raise
     if folder is not None: _tidy(seqs, folder, scratch)
     if n:
         dropped['duplicate position'] = n
-        for c in k.dicts: _trim(seqs.columns[c])
+        for c in k.texts: _trim(seqs.columns[c])
     return _clean(seqs), Ledger().add(t.name, read, seqs.n_rows, dropped, sequences=len(seqs)).check()
 
 # %% ../nbs/00e_sequences.ipynb #2f86f1d1

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SPECIALS', 'KEY_SPECIALS', 'NULL', 'PAD_ID', 'MASK_ID', 'UNK_ID', 'NULL_ID', 'as_series', 'escape', 'unescape',
            'value_strings', 'category_strings', 'dictionary_encode', 'code_counts', 'count_values', 'merge_counts',
-           'keep_values', 'find_sorted', 'ValueVocab']
+           'keep_values', 'sorted_codes', 'find_sorted', 'ValueVocab']
 
 # %% ../nbs/01_vocab.ipynb #b4a70bcb
 import numpy as np, polars as pl, pyarrow as pa
@@ -107,6 +107,58 @@ def keep_values(
     df = counts.filter(pl.col('count')>=min_freq)
     if max_values is not None and len(df)>max_values: df = df.sort('count','value', descending=[True,False]).head(max_values)
     return df['value'].sort()
+
+# %% ../nbs/01_vocab.ipynb #1f4dfb3b
+def _text_words(offsets, data, at):
+    "Eight bytes of each text, from its byte `at` on, as a big-endian number; zeros behind its end"
+    words = np.ndarray((len(data)-7,), '>u8', data, strides=(1,)) # one begins at every byte
+    left = np.diff(offsets)-at
+    found = words[np.minimum(offsets[:-1]+at, len(words)-1)].astype(np.uint64)
+    if left.min()>=8: return found
+    bits = (8*(8-left.clip(1, 8))).astype(np.uint64)
+    return np.where(left>0, found>>bits<<bits, np.uint64(0))
+
+def _order_by_words(texts, most=6):
+    "Order of texts, and which of them are as the one before; none where too many looks would be needed, or texts hold zeros"
+    arr = texts.to_arrow(compat_level=pl.CompatLevel.oldest())
+    offsets = np.frombuffer(arr.buffers()[1], np.int64)[arr.offset:arr.offset+len(arr)+1]
+    data = np.append(np.frombuffer(arr.buffers()[2] or b'', np.uint8), np.zeros(8, np.uint8))
+    longest,at,order = int(np.diff(offsets).max()),0,None
+    if (data[offsets[0]:offsets[-1]]==0).any(): return None
+    for _ in range(most):
+        key = _text_words(offsets, data, at)
+        if order is None: # the first bytes by which they differ
+            at += 8
+            if at<longest and key.min()==key.max(): continue
+            order = np.argsort(key)
+            rows,key = slice(None),key[order]
+            same = np.zeros(len(key), bool)
+        else:
+            tied = same.copy()
+            tied[:-1] |= same[1:]
+            rows = slice(None) if tied.all() else np.flatnonzero(tied)
+            group = np.cumsum(~same, dtype=np.uint64)[rows]
+            key = group<<np.uint64(32) | (key>>np.uint64(32))[order[rows]]
+            by = np.argsort(key)
+            order[rows],key = order[rows][by],key[by]
+            at += 4
+        same[rows] = np.append(False, key[1:]==key[:-1])
+        if at>=longest or not same.any(): return order,same
+    return None
+
+def sorted_codes(
+    texts:pl.Series, # without nulls
+)->tuple: # the distinct texts, sorted by code point; (n,) int32 place of each text among them
+    "Texts as their sorted distinct values and codes"
+    found = _order_by_words(texts) if len(texts)>1000 else None # few are soon sorted
+    if found is None:
+        order = texts.arg_sort().to_numpy()
+        values = texts.gather(order)
+        new = values.ne_missing(values.shift(1)).to_numpy()
+    else: order,new,values = found[0],~found[1],texts.gather(found[0])
+    codes = np.empty(len(texts), np.int32)
+    codes[order] = np.cumsum(new, dtype=np.int32)-np.int32(1)
+    return (values if new.all() else values.filter(pl.Series(new))).set_sorted(), codes
 
 # %% ../nbs/01_vocab.ipynb #6c3f9dea
 def find_sorted(

@@ -92,6 +92,24 @@ def test_ids_are_those_of_the_rules(column):
 
 
 @quick
+@given(columns())
+def test_values_that_were_fitted_are_encoded_without_look_up(column):
+    rows, new, dtype, rule = column
+    values = list(dict.fromkeys([*rows, *new]))
+    counts = [sum(type(r) is type(v) and r == v for r in rows) for v in values]
+    def outcome(f):
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')
+            try: cats, ids = f(pl.Series(values, dtype=dtype), counts, rule, 'x')
+            except ValueError as e: return str(e)
+            return list(cats.to_map().items()), cats.n_classes, ids.dtype, ids.tolist()
+    def apart(s, *args): return (cats := Categories.fit(s, *args)), cats.encode(s)
+    got = outcome(Categories.fit_encode)
+    assert got == outcome(apart)
+    if not isinstance(got, str): assert got[-1] == [Slow(rows, rule)(v) for v in values]
+
+
+@quick
 @given(columns(), st.randoms())
 def test_neither_order_nor_layout_of_rows_matter(column, random):
     rows, new, dtype, rule = column

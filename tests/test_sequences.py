@@ -440,3 +440,22 @@ def test_many_chunks_and_buckets(tmp_path, monkeypatch):
     for limit in (1, 100_000, 400_000): same(a, read_sequences(tmp_path/'a.parquet', memory_limit=limit, **kw)[0])
     monkeypatch.setattr('fastseqprep.sequences._CHUNK_ROWS', 777)
     same(a, read_sequences(tmp_path/'a.parquet', **kw)[0])
+
+
+@pytest.mark.parametrize('distinct', [1., .7, .4, .01])
+def test_texts_that_mostly_differ(tmp_path, monkeypatch, distinct):
+    "Chunks keep all texts of a column in which most differ, and distinct ones elsewhere; the result does not tell"
+    monkeypatch.setattr('fastseqprep.sequences._CHUNK_ROWS', 1_500)
+    r = np.random.default_rng(3)
+    n = 7_000
+    ids = np.sort(r.integers(0, 300, n))
+    pos = np.arange(n)-np.searchsorted(ids, ids)
+    number = r.integers(0, max(1, int(n*distinct)), n) if distinct<1 else r.permutation(n)
+    df = table(ids, pos, w=[None if i%13==5 else f'order-{i:06d}' for i in number], v=[f'{i}é' for i in number])[r.permutation(n)]
+    df.write_parquet(tmp_path/'a.parquet', row_group_size=1_500)
+    kw = dict(nulls={'w':'unknown'})
+    a,_ = every_way(tmp_path/'a.parquet', **kw)
+    assert a.frame().equals(df.sort('sequenceId','itemPosition').rename({'sequenceId':'id','itemPosition':'position'}), null_equal=True)
+    for c in 'wv': assert a.columns[c].dictionary.to_list()==sorted(set(df[c].drop_nulls()))
+    monkeypatch.setattr('fastseqprep.sequences._CHUNK_ROWS', 500_000)
+    same(a, read_sequences(df, **kw)[0])

@@ -233,6 +233,26 @@ def test_a_failed_run_leaves_the_last_good_one(inputs, tmp_path):
     assert left(root) == before
 
 
+@pytest.mark.parametrize('name', ['t.json', 'metadata.json'])
+def test_metadata_that_cannot_be_written(inputs, whole, tmp_path, monkeypatch, name):
+    "What is known of a run is written beside its windows: an error there is an error of the run, which can be gone on with"
+    from fastseqprep.preprocess import preprocess
+    import fastseqprep.preprocess as module
+    root = project(inputs, tmp_path, 'shards of one file', n_cores=2)
+    monkeypatch.chdir(root)
+    config = yaml.safe_load((root/'configs'/'preprocess.yaml').read_text())
+    def full(path, *args, real=module.write_metadata):
+        if Path(path).name == name: raise OSError(28, 'No space left on device', str(path))
+        real(path, *args)
+    with monkeypatch.context() as m:
+        m.setattr(module, 'write_metadata', full)
+        with pytest.raises(OSError, match='No space left'): preprocess(config, progress=False)
+    assert not [n for n in left(root) if final(n) and '.t.run' not in n]
+    preprocess({**config, 'continue_preprocessing': True}, progress=False)
+    assert left(root).keys() == whole['shards of one file'][0].keys()
+    assert all(data == whole['shards of one file'][0][n] for n, data in left(root).items())
+
+
 def test_two_data_sets_share_a_project(inputs, whole, tmp_path):
     "Each has its own outputs and its own scratch folder"
     root = project(inputs, tmp_path, 'one file')

@@ -5,7 +5,7 @@ import numpy as np, polars as pl
 from hypothesis import given, settings, strategies as st
 
 from fastseqprep.vocab import (NULL, SPECIALS, UNK_ID, KEY_SPECIALS, ValueVocab, code_counts, count_values, dictionary_encode, escape, find_sorted,
-                               keep_values, merge_counts, unescape, value_strings)
+                               keep_values, merge_counts, sorted_codes, unescape, value_strings)
 
 RESERVED = [*KEY_SPECIALS, NULL, '<bucket_0>', '<bucket_17>']
 nasty = st.builds(lambda pre, core, post: pre + core + post, st.sampled_from(['', '\\', '\\\\', ' ', 'a=']), st.sampled_from([*RESERVED, '', '=', '\\=', '[mask]', '<bucket_>']),
@@ -32,6 +32,27 @@ def test_look_up_equals_a_dict(values, wanted):
     wanted = pl.Series(wanted, dtype=pl.String)
     assert find_sorted(values, wanted).tolist() == expected
     assert find_sorted(values, pl.concat([wanted] * 30)).tolist() == expected * 30
+
+
+@settings(quick, max_examples=80)
+@given(st.lists(texts, min_size=1, max_size=30), st.integers(1, 12), st.sampled_from([0, 1, 900, 1001, 3000]), st.integers(0, 2**32))
+def test_sorted_codes_are_those_of_python(parts, most, n, seed):
+    "Texts of several parts, so that many begin alike; more than a thousand are sorted by their bytes, eight and four at a time"
+    rng = random.Random(seed)
+    column = [''.join(rng.choices(parts, k=rng.randint(0, most))) for _ in range(n)]
+    for s in (pl.Series(column, dtype=pl.String), pl.concat([pl.Series(['?']), pl.Series(column, dtype=pl.String)])[1:]): # one that begins inside its memory
+        values, codes = sorted_codes(s)
+        assert values.to_list() == sorted(set(column)) and codes.dtype == np.int32
+        assert [values[c] for c in codes.tolist()] == column
+        assert values.flags['SORTED_ASC']
+
+
+def test_sorted_codes_of_long_texts_that_begin_alike():
+    for start in ('', 'x'*8, 'y'*13, 'z'*200):
+        for end in ('', 'w'*50):
+            column = [f'{start}{i % 1500:x}{end}' for i in range(4000)]
+            values, codes = sorted_codes(pl.Series(column))
+            assert values.to_list() == sorted(set(column)) and values.gather(codes).to_list() == column
 
 
 @quick
