@@ -11,7 +11,7 @@ import io
 from contextlib import ExitStack, suppress
 from urllib.parse import quote
 
-import numpy as np, pyarrow as pa, pyarrow.parquet as pq
+import numpy as np, pyarrow as pa
 from fastcore.basics import patch
 
 from .blocks import *
@@ -124,6 +124,7 @@ class _LongParquet(BlockWriter):
 
     def open(self, table):
         names = [c for c in table.column_names if not c.isdigit()]
+        from pyarrow import parquet as pq # takes a while to load
         self.out = pq.ParquetWriter(self.f, table.schema, compression='snappy', use_dictionary=names, write_statistics=[c for c in names if c!='inputCol'], store_schema=False)
 
     def put(self, block): self.out.write_table(long_table(block, self.dtype), row_group_size=block.n*len(block.features))
@@ -149,6 +150,7 @@ class _WideParquet(BlockWriter):
         super().start()
         table = wide_table(empty_block(self.schema))
         keys = list(table_coordinates(empty_block(self.schema)))
+        from pyarrow import parquet as pq # takes a while to load
         self.out = pq.ParquetWriter(self.f, table.schema, compression='zstd', use_dictionary=keys, write_statistics=keys)
 
     def put(self, block): self.out.write_table(wide_table(block), row_group_size=block.n)
@@ -348,6 +350,7 @@ def _read_one(path, mmap, names)->WindowBlock:
         source = pa.BufferReader(read_bytes(path)) if remote else pa.memory_map(str(path)) if mmap else str(path)
         return wide_to_block(path, pa.ipc.open_file(source).read_all())
     if suffix!='parquet': raise StoreError(f"{path} is no file of windows that is known by its ending, expected one of parquet, csv, pt, arrow or a folder of raw columns")
+    from pyarrow import parquet as pq
     table = pq.read_table(pa.BufferReader(read_bytes(path)) if remote else str(path), partitioning=None)
     is_long = 'inputCol' in table.column_names and not pa.types.is_nested(table['inputCol'].type)
     return long_to_block(path, table, names) if is_long else wide_to_block(path, table)

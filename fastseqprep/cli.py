@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['commands', 'UsageError', 'add_arguments', 'verify', 'inspect_path', 'demo_folder', 'demo_shards', 'print_turned',
-           'demo_batch', 'log_shares', 'demo_model', 'demo_train', 'demo', 'make_parser', 'parse', 'main']
+           'demo_batch', 'log_shares', 'demo_model', 'demo_train', 'demo', 'make_parser', 'parse', 'main', 'console']
 
 # %% ../nbs/50_cli.ipynb #4631fdf9
-import argparse, difflib, os, sys, time
+import argparse, atexit, difflib, os, sys, threading, time
 from importlib.util import find_spec
 from inspect import Parameter, signature
 
@@ -297,5 +297,17 @@ def main(
         print(f'fastseqprep: {_one_line(e)}' + ("; see 'fastseqprep --help'" if isinstance(e, UsageError) else ''), file=sys.stderr)
         return getattr(e, 'exit_code', 1 if command in ('preprocess','text','preview','export') else 2)
 
+def console():
+    "`main` as a process of its own, which ends at once: the system takes back memory sooner than Python does, which would look through all of it"
+    if sys.argv[1:2]!=['demo']: os.environ.setdefault('OPENBLAS_NUM_THREADS', '1') # numpy's threads for matrices would turn idle beside ours, which multiply none
+    code = main()
+    if threading.active_count()>1: sys.exit(code) # as long as something is going on, Python waits for it
+    atexit._run_exitfuncs() # temporary files and workers go
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError: pass # nobody reads any more
+    os._exit(code)
 
-if __name__=='__main__' and not hasattr(sys, 'ps1') and sys.argv[0]==globals().get('__file__'): sys.exit(main())
+
+if __name__=='__main__' and not hasattr(sys, 'ps1') and sys.argv[0]==globals().get('__file__'): console()

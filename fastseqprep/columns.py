@@ -362,8 +362,8 @@ def fit(cls:FittedColumns,
     "Learn ids and moments"
     of = rows.get if isinstance(rows, dict) else lambda name: rows
     rules,maps,dtypes,nulls = rules or {},maps or {},dtypes or {},nulls or {}
-    fitted = {}
-    for name,col in columns.items():
+    def fit(name):
+        col = columns[name]
         f = FittedColumn(name, roles[name], str(col.dtype), dtypes.get(name) or default_dtype(col.dtype, roles[name]), nulls=nulls.get(name, 'error'))
         if f.role=='categorical' and name in maps: f.categories = maps[name]
         elif f.role=='categorical' and col.is_text:
@@ -373,10 +373,12 @@ def fit(cls:FittedColumns,
         elif f.role=='real':
             m = column_moments(col, of(name))
             f.mean,f.std = m.mean,m.std
-        elif f.role=='text':
-            f.text,f.max_tokens = texts[name]
-            if not isinstance(f.text, TextModel): f.text = _fit_text(col, of(name), f.text)
-        fitted[name] = f
+        return f
+    with ThreadPoolExecutor(2) as pool: fitted = dict(zip(columns, pool.map(fit, columns)))
+    for f in fitted.values():
+        if f.role!='text': continue
+        f.text,f.max_tokens = texts[f.name]
+        if not isinstance(f.text, TextModel): f.text = _fit_text(columns[f.name], of(f.name), f.text)
     return cls(fitted, normalize)
 
 def _fit_text(col, rows, vocab_size)->TextModel:

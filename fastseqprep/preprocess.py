@@ -8,7 +8,7 @@ __all__ = ['SHARD_BYTES', 'BLOCK_CELLS', 'Placement', 'placements', 'window_offs
            'write_tasks', 'run_metadata', 'PreprocessResult', 'split_facts', 'as_config', 'preprocess']
 
 # %% ../nbs/20_preprocess.ipynb #f2be1bd6
-import glob, html, os, warnings
+import glob, html, itertools, os, warnings
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ from .categories import OTHER, UNKNOWN
 from .config import *
 from .depth import *
 from .files import *
-from .metadata import dataset_metadata, make_maps_ready, run_facts, split_metadata, write_metadata
+from .metadata import dataset_metadata, metadata_writer, run_facts, split_metadata, write_metadata
 from .prepare import *
 from .ragged import lengths_to_offsets
 from .resume import *
@@ -359,44 +359,50 @@ def _work(cfg, source, run, engine, executor, progress):
     tasks = write_tasks(cfg, prep.table, run.out, shared)
     flat = [t for split in tasks for t in split]
     pool = ThreadPoolExecutor(min(cfg.cores, len(flat))) if executor is None and not workers and cfg.cores>1 and len(flat)>1 else None
-    meta = run_metadata(cfg, prep)
-    beside = ThreadPoolExecutor(1) # JSON of large maps takes as long as windows do
+    meta,begun = run_metadata(cfg, prep),[]
+    beside = ThreadPoolExecutor(1) # what is known of a run with large maps takes as long to write as its windows
     try:
-        about = beside.submit(_about_run, cfg, run, meta)
+        about = beside.submit(_begin_metadata, cfg, run, meta, begun)
         with Runner(workers, executor or pool, progress=progress) as runner: done = runner.run(write_windows, flat, 'write', notes=run.notes('write'))
-        _finish(cfg, prep, run, tasks, done, meta, about.result())
+        _finish(cfg, prep, run, tasks, done, meta, about.result(), begun)
     finally:
         for o in (pool, beside):
             if o is not None: o.shutdown(cancel_futures=True)
+        for w in begun: w.close()
 
-def _metadata_file(run, name, about, indent=None)->OutputFile:
-    "Write what is known of the run or of a split"
-    write_metadata(run.path(name), about, indent)
-    return run.output(name, kind='metadata')
+def _about_file(name, written)->OutputFile: return OutputFile(name=name, kind='metadata', **written)
 
-def _about_run(cfg, run, meta)->OutputFile:
-    "Write what is known of the run, and make ready what the files of splits hold of it"
-    res = _metadata_file(run, f'configs/metadata_configs/{cfg.name}.json', meta)
-    if not cfg.merge_output: make_maps_ready(meta)
+def _split_name(cfg, i)->str: return f'data/{cfg.name}-split{i}'
+
+def _begin_metadata(cfg, run, meta, begun:list)->OutputFile:
+    "Write what is known of the run, and what the file of each split has before its shards"
+    name = f'configs/metadata_configs/{cfg.name}.json'
+    res = _about_file(name, write_metadata(run.path(name), meta))
+    for i in range(0 if cfg.merge_output else cfg.n_splits):
+        known = split_metadata(meta, i, [])
+        head = {k: known[k] for k in itertools.takewhile(lambda k: k!='total_samples', known)}
+        begun.append(metadata_writer(run.path(f'{_split_name(cfg, i)}/metadata.json'), head, 4))
+        next(begun[-1])
     return res
 
-def _split_files(cfg, run, meta, entries)->list: # of `OutputFile`, one for each split; none for merged ones, which have no shards
-    "Write what is known of each split"
-    if cfg.merge_output: return []
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(lambda i: _metadata_file(run, f'data/{cfg.name}-split{i}/metadata.json', split_metadata(meta, i, entries[i], cfg.curriculum_column), 4), range(len(entries))))
+def _end_metadata(cfg, meta, begun, entries)->list: # of `OutputFile`, one for each split
+    "Write the rest, which tells of shards"
+    def end(i):
+        about = split_metadata(meta, i, entries[i], cfg.curriculum_column)
+        return _about_file(f'{_split_name(cfg, i)}/metadata.json', begun[i].send({k: about[k] for k in itertools.dropwhile(lambda k: k!='total_samples', about)}))
+    with ThreadPoolExecutor(2) as pool: return list(pool.map(end, range(len(begun))))
 
-def _finish(cfg, prep, run, tasks, done, meta, about):
+def _finish(cfg, prep, run, tasks, done, meta, about, begun):
     "Write metadata of splits and manifests, and put all in place"
     outputs,facts,results = [],[],iter(done)
     shards = [[next(results) for _ in split] for split in tasks]
-    told = _split_files(cfg, run, meta, [[r['entry'] for r in mine] for mine in shards])
+    told = _end_metadata(cfg, meta, begun, [[r['entry'] for r in mine] for mine in shards])
     for i,mine in enumerate(shards):
         files = [OutputFile(**o) for r in mine for o in r['outputs']]
         facts.append((sum(r['entry']['samples'] for r in mine), sum(r['pads'] for r in mine)))
         outputs += files
         if cfg.merge_output: continue
-        folder = f'data/{cfg.name}-split{i}'
+        folder = _split_name(cfg, i)
         outputs.append(told[i])
         inside = [o.model_copy(update=dict(name=o.name[len(folder)+1:])) for o in [*files, told[i]]]
         write_manifest(run.path(folder), run.manifest.model_copy(update=dict(outputs=inside, facts=dict(split=i, windows=facts[-1][0], width=cfg.widths[i]))))

@@ -118,39 +118,59 @@ def _text_words(offsets, data, at):
     bits = (8*(8-left.clip(1, 8))).astype(np.uint64)
     return np.where(left>0, found>>bits<<bits, np.uint64(0))
 
-def _order_by_words(texts, most=6):
+def _packed_bytes(offsets, data, at, room):
+    "The next bytes of each text as numbers of at most `room` bits that sort as they do; how many bits they take, and the byte behind the last. Bits that are the same in all texts are left out, so that of a digit there are four"
+    key,used,longest = np.zeros(len(offsets)-1, np.uint64),0,int(np.diff(offsets).max())
+    while at<longest:
+        word = _text_words(offsets, data, at)
+        differ = int(np.bitwise_or.reduce(word) ^ np.bitwise_and.reduce(word)).to_bytes(8)
+        for i,bits in enumerate(differ):
+            if not bits: continue
+            low = (bits&-bits).bit_length()-1
+            width = bits.bit_length()-low
+            if used+width>room: return key,used,at+i
+            key <<= np.uint64(width)
+            key |= word>>np.uint64(56-8*i+low) & np.uint64(2**width-1)
+            used += width
+        at += 8
+    return key,used,longest
+
+def _sort_order(key, used):
+    "Order of numbers of `used` bits, and the numbers in it"
+    bits = (len(key)-1).bit_length()
+    if used+bits>64: return (order := np.argsort(key)),key[order]
+    key = key<<np.uint64(bits) | np.arange(len(key), dtype=np.uint64) # to sort numbers takes a fourth of the time that their order takes
+    key.sort()
+    return (key & np.uint64(2**bits-1)).astype(np.int64),key>>np.uint64(bits)
+
+def _order_by_bytes(texts, most=6):
     "Order of texts, and which of them are as the one before; none where too many looks would be needed, or texts hold zeros"
     arr = texts.to_arrow(compat_level=pl.CompatLevel.oldest())
     offsets = np.frombuffer(arr.buffers()[1], np.int64)[arr.offset:arr.offset+len(arr)+1]
     data = np.append(np.frombuffer(arr.buffers()[2] or b'', np.uint8), np.zeros(8, np.uint8))
-    longest,at,order = int(np.diff(offsets).max()),0,None
     if (data[offsets[0]:offsets[-1]]==0).any(): return None
+    longest = int(np.diff(offsets).max())
+    key,used,at = _packed_bytes(offsets, data, 0, 64)
+    order,key = _sort_order(key, used)
+    same = np.append(False, key[1:]==key[:-1])
     for _ in range(most):
-        key = _text_words(offsets, data, at)
-        if order is None: # the first bytes by which they differ
-            at += 8
-            if at<longest and key.min()==key.max(): continue
-            order = np.argsort(key)
-            rows,key = slice(None),key[order]
-            same = np.zeros(len(key), bool)
-        else:
-            tied = same.copy()
-            tied[:-1] |= same[1:]
-            rows = slice(None) if tied.all() else np.flatnonzero(tied)
-            group = np.cumsum(~same, dtype=np.uint64)[rows]
-            key = group<<np.uint64(32) | (key>>np.uint64(32))[order[rows]]
-            by = np.argsort(key)
-            order[rows],key = order[rows][by],key[by]
-            at += 4
-        same[rows] = np.append(False, key[1:]==key[:-1])
         if at>=longest or not same.any(): return order,same
+        tied = same.copy() # these and the ones before agree in all bytes so far
+        tied[:-1] |= same[1:]
+        rows = np.flatnonzero(tied)
+        group = np.cumsum(~same[rows], dtype=np.uint64)
+        room = 64-int(group[-1]).bit_length()
+        key,used,at = _packed_bytes(offsets, data, at, room)
+        by,key = _sort_order(group<<np.uint64(used) | key[order[rows]], 64-room+used)
+        order[rows] = order[rows][by]
+        same[rows] = np.append(False, key[1:]==key[:-1])
     return None
 
 def sorted_codes(
     texts:pl.Series, # without nulls
 )->tuple: # the distinct texts, sorted by code point; (n,) int32 place of each text among them
     "Texts as their sorted distinct values and codes"
-    found = _order_by_words(texts) if len(texts)>1000 else None # few are soon sorted
+    found = _order_by_bytes(texts) if len(texts)>1000 else None # few are soon sorted
     if found is None:
         order = texts.arg_sort().to_numpy()
         values = texts.gather(order)

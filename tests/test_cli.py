@@ -160,3 +160,22 @@ def test_output_into_a_closed_pipe(made):
     proc.stdout.close()
     err = proc.stderr.read().decode()
     assert proc.wait() == 0 and 'Traceback' not in err and 'BrokenPipe' not in err
+
+
+@pytest.mark.parametrize('args, code', [(['--version'], 0), (['inspect', 'nowhere'], 2), (['frobnicate'], 2)])
+@pytest.mark.parametrize('thread', [False, True])
+def test_the_command_ends_at_once_and_whole(args, code, thread):
+    "What was printed arrives, what waits for the end of the process is done, and a thread that still runs is waited for"
+    program = f'''
+import atexit, sys, threading, time
+from fastseqprep.cli import console
+atexit.register(print, 'the end')
+def late(): time.sleep(.5); print('late')
+if {thread}: threading.Thread(target=late).start()
+sys.argv = ['fastseqprep', *{args!r}]
+console()
+'''
+    p = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, timeout=120)
+    assert p.returncode == code, p.stderr
+    assert p.stdout.split('\n')[-2] == 'the end' and ('late' in p.stdout) == thread
+    assert ('fastseqprep 0' in p.stdout) == (code == 0) and bool(p.stderr) == (code != 0)

@@ -241,11 +241,13 @@ def test_metadata_that_cannot_be_written(inputs, whole, tmp_path, monkeypatch, n
     root = project(inputs, tmp_path, 'shards of one file', n_cores=2)
     monkeypatch.chdir(root)
     config = yaml.safe_load((root/'configs'/'preprocess.yaml').read_text())
-    def full(path, *args, real=module.write_metadata):
-        if Path(path).name == name: raise OSError(28, 'No space left on device', str(path))
-        real(path, *args)
+    def full(real):
+        def f(path, *args):
+            if Path(path).name == name: raise OSError(28, 'No space left on device', str(path))
+            return real(path, *args)
+        return f
     with monkeypatch.context() as m:
-        m.setattr(module, 'write_metadata', full)
+        for f in ('write_metadata', 'metadata_writer'): m.setattr(module, f, full(getattr(module, f)))
         with pytest.raises(OSError, match='No space left'): preprocess(config, progress=False)
     assert not [n for n in left(root) if final(n) and '.t.run' not in n]
     preprocess({**config, 'continue_preprocessing': True}, progress=False)
