@@ -874,6 +874,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'fastseqprep.files.list_files': ('files.html#list_files', 'fastseqprep/files.py'),
                                    'fastseqprep.files.make_folder': ('files.html#make_folder', 'fastseqprep/files.py'),
                                    'fastseqprep.files.move_file': ('files.html#move_file', 'fastseqprep/files.py'),
+                                   'fastseqprep.files.plain_path': ('files.html#plain_path', 'fastseqprep/files.py'),
                                    'fastseqprep.files.read_bytes': ('files.html#read_bytes', 'fastseqprep/files.py'),
                                    'fastseqprep.files.read_json': ('files.html#read_json', 'fastseqprep/files.py'),
                                    'fastseqprep.files.read_npy': ('files.html#read_npy', 'fastseqprep/files.py'),

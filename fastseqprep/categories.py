@@ -317,11 +317,12 @@ def _more_labels(self:Categories)->dict:
     if self.kind=='text' or not len(self.values) and self.rule: return {**reserved, **buckets}
     return {**buckets, **reserved} if buckets else {}
 
+_plain_bytes = np.isin(np.arange(256), [i for i in range(32, 127) if chr(i) not in '"\\'])
+
 def _is_plain(texts:pl.Series)->bool:
     "Does JSON have these texts as they are, in quotes?"
     data = texts.to_arrow(compat_level=pl.CompatLevel.oldest()).buffers()[2]
-    data = np.frombuffer(data or b'', np.uint8)
-    return not ((data<32) | (data>126) | (data==ord('"')) | (data==ord('\\'))).any()
+    return bool(_plain_bytes[np.frombuffer(data or b'', np.uint8)].all())
 
 @patch
 def map_lines(self:Categories)->str:

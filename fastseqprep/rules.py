@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 # %% ../nbs/00f_rules.ipynb #c6eed110
 class Rule(BaseModel):
     "Keys with their types and limits; a key that is not one of them is an error"
-    model_config = ConfigDict(extra='forbid', frozen=True, json_schema_extra=lambda schema, cls: cls._describe_aliases(schema))
+    model_config = ConfigDict(extra='forbid', frozen=True, defer_build=True, json_schema_extra=lambda schema, cls: cls._describe_aliases(schema))
     aliases: ClassVar[dict] = {} # other name → name
 
     @model_validator(mode='before')

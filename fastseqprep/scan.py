@@ -8,14 +8,14 @@ __all__ = ['FORMATS', 'INFER_ROWS', 'Files', 'find_files', 'scan_file', 'scan_op
            'open_files', 'ScanSpec', 'file_spec', 'read_chunks']
 
 # %% ../nbs/00d_scan.ipynb #d4c0a475
-import codecs, inspect, io, json
+import codecs, inspect, io, json, os
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import PurePosixPath
 from typing import NamedTuple
-import fsspec, polars as pl, pyarrow as pa
+import polars as pl, pyarrow as pa
 from fastcore.basics import listify
-from fsspec.core import url_to_fs
+from .files import is_remote, plain_path
 from .roles import Roles, is_text
 from .times import UNITS, Where
 
@@ -39,6 +39,8 @@ class Files(NamedTuple):
 
 def _find(path, storage=None)->tuple:
     "Paths, labels and whether they were found in a folder"
+    if not is_remote(path) and os.path.isfile(p := plain_path(path)): return [p],[p.rpartition('/')[2]],'file'
+    from fsspec.core import url_to_fs # takes a while to load
     fs,p = url_to_fs(str(path), **(storage or {}))
     p = p.rstrip('/')
     if fs.isfile(p): found,base,how = [p],p.rpartition('/')[0],'file'
@@ -80,7 +82,9 @@ _OURS = {'source','n_rows','row_index_name','row_index_offset','include_file_pat
 
 def _local(path, storage=None)->str:
     "The path of a local copy, if the file is elsewhere"
-    return fsspec.open_local(f'simplecache::{path}', **({path.split('://')[0]:storage} if storage else {})) if '://' in path else path
+    if '://' not in path: return path
+    import fsspec
+    return fsspec.open_local(f'simplecache::{path}', **({path.split('://')[0]:storage} if storage else {}))
 
 def _after_mark(path:str):
     "The bytes of a JSONL file that begins with a byte order mark, without it; else the path"

@@ -114,7 +114,7 @@ def path_hash(path)->str:
 
 class _Strict(BaseModel):
     "Unknown fields are errors"
-    model_config = ConfigDict(extra='forbid')
+    model_config = ConfigDict(extra='forbid', defer_build=True)
 
 class InputFile(_Strict):
     "A file or frame that went in"
@@ -144,7 +144,7 @@ def input_files(
     source:str=None, # name of the source, put before the files' names
 )->list: # of `InputFile`, sorted by name
     "Describe the files of one source"
-    full = [fs_of(p)[1] for p in paths]
+    full = [plain_path(p) for p in paths]
     root = posixpath.commonpath([posixpath.dirname(p) for p in full]) if full else ''
     names = [p[len(root):].lstrip('/') for p in full]
     prefix = f'{source}/' if source else ''

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np, polars as pl
 from fastcore.basics import listify
 
-from .files import file_size, fs_of
+from .files import file_size, read_bytes
 from .keys import NULL_RULES
 from .roles import Roles, did_you_mean, is_text
 from .scan import INFER_ROWS, Files, ScanSpec, explicit_types, few_names, find_files, first_line, scan_file, unify_dtypes
@@ -22,8 +22,7 @@ def _check_format(path, format):
     "Fail for a CSV file that is a Parquet file, and for text that is to be one"
     if format not in ('csv','parquet'): return
     try:
-        fs,p = fs_of(path)
-        head = fs.cat_file(p, end=64)
+        head = read_bytes(path, 64)
     except (OSError,ValueError): return # the reader will tell
     if format=='csv' and head[:4]==b'PAR1': raise ValueError(f"{path}: is a Parquet file, and is to be read as csv: set read_format: parquet.")
     if format=='parquet' and head and head[:4]!=b'PAR1' and (text := head.decode('utf-8', 'ignore').split('\n')[0].rstrip('\r')).isprintable() and ',' in text:

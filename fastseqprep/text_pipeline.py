@@ -218,7 +218,7 @@ def _code_hash(cls):
 
 def _input_names(files, inputs)->dict:
     "Path of a file → its name among the inputs, which does not tell where on a machine it lies"
-    path = {f.path:fs_of(f.path)[1] for f in files}
+    path = {f.path:plain_path(f.path) for f in files}
     names = dict(zip(sorted(set(path.values())), (o.name for o in inputs))) # inputs are sorted by name
     return {k:names[v] for k,v in path.items()}
 

@@ -114,25 +114,35 @@ def _text_words(offsets, data, at):
     words = np.ndarray((len(data)-7,), '>u8', data, strides=(1,)) # one begins at every byte
     left = np.diff(offsets)-at
     found = words[np.minimum(offsets[:-1]+at, len(words)-1)].astype(np.uint64)
-    if left.min()>=8: return found
-    bits = (8*(8-left.clip(1, 8))).astype(np.uint64)
-    return np.where(left>0, found>>bits<<bits, np.uint64(0))
+    least,most = int(left.min()),int(left.max())
+    if least>=8: return found
+    bits = np.uint64(8*(8-least)) if least==most>0 else (8*(8-left.clip(1, 8))).astype(np.uint64) # many columns have texts of one length
+    found >>= bits
+    found <<= bits
+    if least<1: found[left<1] = 0
+    return found
 
 def _packed_bytes(offsets, data, at, room):
     "The next bytes of each text as numbers of at most `room` bits that sort as they do; how many bits they take, and the byte behind the last. Bits that are the same in all texts are left out, so that of a digit there are four"
     key,used,longest = np.zeros(len(offsets)-1, np.uint64),0,int(np.diff(offsets).max())
     while at<longest:
-        word = _text_words(offsets, data, at)
-        differ = int(np.bitwise_or.reduce(word) ^ np.bitwise_and.reduce(word)).to_bytes(8)
-        for i,bits in enumerate(differ):
+        word,parts,end = _text_words(offsets, data, at),[],at+8
+        for i,bits in enumerate(int(np.bitwise_or.reduce(word) ^ np.bitwise_and.reduce(word)).to_bytes(8)):
             if not bits: continue
             low = (bits&-bits).bit_length()-1
             width = bits.bit_length()-low
-            if used+width>room: return key,used,at+i
-            key <<= np.uint64(width)
-            key |= word>>np.uint64(56-8*i+low) & np.uint64(2**width-1)
+            if used+width>room:
+                end = at+i
+                break
+            parts.append((np.uint64(width), np.uint64(56-8*i+low), np.uint64(2**width-1)))
             used += width
-        at += 8
+        for a in range(0, len(key), 1<<15): # as many as the processor has at hand
+            k,w = key[a:a+(1<<15)],word[a:a+(1<<15)]
+            for width,low,mask in parts:
+                k <<= width
+                k |= w>>low & mask
+        if end<at+8: return key,used,end
+        at = end
     return key,used,longest
 
 def _sort_order(key, used):
