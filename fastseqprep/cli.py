@@ -300,6 +300,7 @@ def main(
 def console():
     "`main` as a process of its own, which ends at once: the system takes back memory sooner than Python does, which would look through all of it"
     if sys.argv[1:2]!=['demo']: os.environ.setdefault('OPENBLAS_NUM_THREADS', '1') # numpy's threads for matrices would turn idle beside ours, which multiply none
+    os.environ.setdefault('PYDANTIC_DISABLE_PLUGINS', '__all__') # to look for some in every package that is installed takes a while
     code = main()
     if threading.active_count()>1: sys.exit(code) # as long as something is going on, Python waits for it
     atexit._run_exitfuncs() # temporary files and workers go

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from datetime import date
 from functools import cached_property
-from importlib.metadata import version
 
 from . import __version__
 from .files import StoreError, atomic_write, exists, safe_join, start_writeback
@@ -201,5 +200,6 @@ def run_facts(
     **more, # further facts, plain data
 )->dict:
     "Seed and versions of a run, and what else tells how to make the same again"
-    versions = dict(fastseqprep=__version__, python=platform.python_version(), **{p: version(p) for p in ('numpy', 'polars', 'pyarrow')})
+    import numpy, polars, pyarrow # which a run has loaded by then
+    versions = dict(fastseqprep=__version__, python=platform.python_version(), **{p.__name__: p.__version__ for p in (numpy, polars, pyarrow)})
     return dict(seed=int(seed), versions=versions, **more)

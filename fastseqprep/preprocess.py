@@ -257,21 +257,26 @@ def show_windows(self:PreprocessResult,
 @patch
 def _repr_html_(self:PreprocessResult): return self.report()._repr_html_()+self.ledger._repr_html_()+f'<code>{html.escape(str(self.metadata_path))}</code>'
 
+def _share(a, b)->float: return float(a)/float(b) if b else 0.
+
+def _unseen(prep:Preparation)->dict: # categorical column → share of the rows of each split
+    "How much of each split has no id of its own"
+    K,of_row,deep = prep.split.n_splits,prep.split.row_splits(),prep.table.depths
+    def shares(name):
+        of = np.repeat(of_row, prep.table.slots[deep[name]].counts) if name in deep else of_row
+        return [_share(a, b) for a,b in zip(*(np.bincount(of[w], minlength=K).tolist() for w in (prep.table.features[name]==OTHER, slice(None))))]
+    return {f.name: shares(f.name) for f in prep.fitted if f.role=='categorical'}
+
 def split_facts(
     prep:Preparation,
     windows:list, # windows of each split
     pads:list, # padded slots of each split; none where they were not counted
     widths:list, # slots of a window, in each split
+    unseen:dict=None, # categorical column → share of unseen values in each split, if it was counted before
 )->list: # of dict
     "Figures of each split"
-    n_rows,K = prep.split.n_rows,prep.split.n_splits
-    of_row,deep = prep.split.row_splits(),prep.table.depths
-    def unseen_share(name):
-        of = np.repeat(of_row, prep.table.slots[deep[name]].counts) if name in deep else of_row
-        return [share(a, b) for a,b in zip(*(np.bincount(of[w], minlength=K).tolist() for w in (prep.table.features[name]==OTHER, slice(None))))]
-    def share(a, b): return float(a)/float(b) if b else 0.
-    unseen = {f.name: unseen_share(f.name) for f in prep.fitted if f.role=='categorical'}
-    return [dict(rows=int(n_rows[i]), sequences=int(np.count_nonzero(prep.split.lengths(i))), windows=int(windows[i]), padding=share(pads[i], windows[i]*widths[i]), unseen={c: u[i] for c,u in unseen.items()}) for i in range(K)]
+    n_rows,unseen = prep.split.n_rows,_unseen(prep) if unseen is None else unseen
+    return [dict(rows=int(n_rows[i]), sequences=int(np.count_nonzero(prep.split.lengths(i))), windows=int(windows[i]), padding=_share(pads[i], windows[i]*widths[i]), unseen={c: u[i] for c,u in unseen.items()}) for i in range(prep.split.n_splits)]
 
 # %% ../nbs/20_preprocess.ipynb #92ae8003
 def _describe_inputs(cfg, source)->list: # of `InputFile`
@@ -362,9 +367,9 @@ def _work(cfg, source, run, engine, executor, progress):
     meta,begun = run_metadata(cfg, prep),[]
     beside = ThreadPoolExecutor(1) # what is known of a run with large maps takes as long to write as its windows
     try:
-        about = beside.submit(_begin_metadata, cfg, run, meta, begun)
+        about,unseen = beside.submit(_begin_metadata, cfg, run, meta, begun),beside.submit(_unseen, prep)
         with Runner(workers, executor or pool, progress=progress) as runner: done = runner.run(write_windows, flat, 'write', notes=run.notes('write'))
-        _finish(cfg, prep, run, tasks, done, meta, about.result(), begun)
+        _finish(cfg, prep, run, tasks, done, meta, about.result(), begun, unseen.result())
     finally:
         for o in (pool, beside):
             if o is not None: o.shutdown(cancel_futures=True)
@@ -392,7 +397,7 @@ def _end_metadata(cfg, meta, begun, entries)->list: # of `OutputFile`, one for e
         return _about_file(f'{_split_name(cfg, i)}/metadata.json', begun[i].send({k: about[k] for k in itertools.dropwhile(lambda k: k!='total_samples', about)}))
     with ThreadPoolExecutor(2) as pool: return list(pool.map(end, range(len(begun))))
 
-def _finish(cfg, prep, run, tasks, done, meta, about, begun):
+def _finish(cfg, prep, run, tasks, done, meta, about, begun, unseen):
     "Write metadata of splits and manifests, and put all in place"
     outputs,facts,results = [],[],iter(done)
     shards = [[next(results) for _ in split] for split in tasks]
@@ -411,7 +416,7 @@ def _finish(cfg, prep, run, tasks, done, meta, about, begun):
         with atomic_write(run.path(f'data/{cfg.name}.ids.parquet')) as f: pl.DataFrame(dict(sequenceId=prep.seqs.out_ids, id=prep.seqs.ids)).write_parquet(f)
         outputs.append(run.output(f'data/{cfg.name}.ids.parquet', kind='ids'))
     outputs.append(about)
-    splits = split_facts(prep, [f[0] for f in facts], [f[1] for f in facts], cfg.widths)
+    splits = split_facts(prep, [f[0] for f in facts], [f[1] for f in facts], cfg.widths, unseen)
     def kind(c): return str(pl.Datetime('us', 'UTC')) if c.is_text else str(c.dtype) # ISO text is read as UTC, in microseconds
     sources = {f.name: f.source for f in prep.fitted} | {c: kind(prep.seqs.columns[c]) for c in cfg.timestamps if c in prep.seqs.columns}
     run.finish(outputs, ledger=prep.ledger, facts=dict(**run_facts(cfg.seed), splits=splits, sequences=len(prep.table), source_data_types=sources, row_columns=prep.row_columns), fitted_hash=None)

@@ -111,12 +111,14 @@ def keep_values(
 # %% ../nbs/01_vocab.ipynb #1f4dfb3b
 def _text_words(offsets, data, at):
     "Eight bytes of each text, from its byte `at` on, as a big-endian number; zeros behind its end"
-    words = np.ndarray((len(data)-7,), '>u8', data, strides=(1,)) # one begins at every byte
     left = np.diff(offsets)-at
-    found = words[np.minimum(offsets[:-1]+at, len(words)-1)].astype(np.uint64)
     least,most = int(left.min()),int(left.max())
+    if least==most>0: found = np.ndarray((len(left),), '>u8', data, offset=int(offsets[0])+at, strides=(most+at,)).astype(np.uint64) # all of one length, as many ids are
+    else:
+        words = np.ndarray((len(data)-7,), '>u8', data, strides=(1,)) # one begins at every byte
+        found = words[np.minimum(offsets[:-1]+at, len(words)-1)].astype(np.uint64)
     if least>=8: return found
-    bits = np.uint64(8*(8-least)) if least==most>0 else (8*(8-left.clip(1, 8))).astype(np.uint64) # many columns have texts of one length
+    bits = np.uint64(8*(8-least)) if least==most>0 else (8*(8-left.clip(1, 8))).astype(np.uint64)
     found >>= bits
     found <<= bits
     if least<1: found[left<1] = 0
