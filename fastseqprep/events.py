@@ -26,7 +26,7 @@ from .hashing import HASH_VERSION, content_hash, shard_of, stable_hash
 from .histories import *
 from .kv import FieldInfo, Lut, feature_types, lifelong_key, record_types
 from .ragged import lengths_to_offsets
-from .resume import Addition, begin_addition, begin_run, lock_folder
+from .resume import Addition, begin_addition, begin_run, check_inputs, lock_folder
 from .runner import Runner
 from .source import DataSource, as_frame
 from .spill import *
@@ -462,7 +462,10 @@ def write_kv(self:PRAGMADataset,
         if self.tok is None: self.fit_tokenizer()
         config = self._config(n_shards=n_shards, after_eval=after_eval, eval_time=eval_setting(points if is_table else at), split=self.split)
         if append: begun = begin_addition(self.out_path, 'events', config, self._inputs())
-        else: begun = begin_run(self.out_path, 'events', config, self._inputs(), names=('shard_*.parquet', LENGTHS_NAME), overwrite=self.overwrite)
+        else:
+            names = 'shard_*.parquet',LENGTHS_NAME
+            check_inputs(self.out_path, [p for src in self.sources for p in src.files or ()], names)
+            begun = begin_run(self.out_path, 'events', config, self._inputs(), names=names, overwrite=self.overwrite)
         with begun as run:
             if append: self._check_base(run, dtype, is_table)
             if run.done is None: self._write_shards(run, n_shards, at, points, after_eval=='keep')

@@ -279,10 +279,14 @@ def split_facts(
     return [dict(rows=int(n_rows[i]), sequences=int(np.count_nonzero(prep.split.lengths(i))), windows=int(windows[i]), padding=_share(pads[i], windows[i]*widths[i]), unseen={c: u[i] for c,u in unseen.items()}) for i in range(prep.split.n_splits)]
 
 # %% ../nbs/20_preprocess.ipynb #92ae8003
-def _describe_inputs(cfg, source)->list: # of `InputFile`
+def _input_paths(cfg, source)->list:
+    "Files of the rows; none where they are handed over"
+    if source is None: return table_files(cfg.preprocessing_data_path, cfg.read_format).paths
+    return list(source.files or ()) if isinstance(source, DataSource) else []
+
+def _describe_inputs(cfg, source, paths)->list: # of `InputFile`
     "What goes in, by content"
-    if source is None: return input_files(table_files(cfg.preprocessing_data_path, cfg.read_format).paths)
-    if isinstance(source, DataSource) and source.files: return input_files(source.files, source=source.name)
+    if paths: return input_files(paths, source=None if source is None else source.name)
     frame = source.df if isinstance(source, DataSource) else as_frame(source)
     return [input_frame(cfg.name, frame.collect() if isinstance(frame, pl.LazyFrame) else frame)]
 
@@ -341,7 +345,9 @@ def preprocess(
     "Cut a table into split, encoded windows and write them"
     cfg = as_config(config, source)
     if engine not in ('threads','processes'): raise ValueError(f"engine is {engine!r}, expected 'threads' or 'processes'")
-    inputs = [*_describe_inputs(cfg, source), *_side_inputs(cfg)]
+    paths = _input_paths(cfg, source)
+    check_inputs(cfg.project_root, paths, _old_patterns(cfg), f'data/{cfg.name}')
+    inputs = [*_describe_inputs(cfg, source, paths), *_side_inputs(cfg)]
     settings = {k: v for k,v in cfg.resolved(results_only=True).items() if k not in ('project_root','preprocessing_data_path')}
     if dry_run: return _dry_run(cfg, source, Manifest(job='table', config=settings, inputs=inputs))
     if cfg.continue_preprocessing: _check_continued(cfg, Manifest(job='table', config=settings, inputs=inputs))

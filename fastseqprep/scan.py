@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['FORMATS', 'INFER_ROWS', 'Files', 'find_files', 'scan_file', 'scan_options', 'explicit_types', 'RawRows',
-           'nested_problem', 'refuse_nested', 'first_line', 'file_schema', 'unify_dtypes', 'few_names', 'unify_schemas',
-           'open_files', 'ScanSpec', 'file_spec', 'read_chunks']
+           'nested_problem', 'refuse_nested', 'first_line', 'csv_problem', 'unreadable', 'file_schema', 'unify_dtypes',
+           'few_names', 'unify_schemas', 'open_files', 'ScanSpec', 'file_spec', 'read_chunks']
 
 # %% ../nbs/00d_scan.ipynb #d4c0a475
-import codecs, inspect, io, json, os
+import codecs, csv, inspect, io, json, os
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import PurePosixPath
@@ -146,6 +146,36 @@ def refuse_nested(df, raw:RawRows, where, texts):
 # %% ../nbs/00d_scan.ipynb #59076356
 def first_line(e)->str: return str(e).strip().splitlines()[0].rstrip('.')
 
+def _texts_of_lines(lines):
+    for n,line in enumerate(lines, 1):
+        try: yield line.decode()
+        except UnicodeDecodeError as e: raise csv.Error(f"line {n:,} has the byte 0x{line[e.start]:02x}, which is not UTF-8: write the file as UTF-8") from None
+
+_other_csv = {'skip_rows','skip_lines','skip_rows_after_header','comment_prefix','eol_char','encoding','has_header','truncate_ragged_lines'}
+
+def csv_problem(path, options, storage=None, most=10_000_000)->str:
+    "The first line of a CSV file that cannot be right, in words; empty if none is found among its first `most`"
+    if _other_csv & {*options}: return ''
+    quote,width,start = options.get('quote_char', '"'),None,1
+    how = dict(quotechar=quote) if quote else dict(quoting=csv.QUOTE_NONE)
+    try:
+        with pa.input_stream(_local(path, storage)) as f:
+            rows = csv.reader(_texts_of_lines(islice(io.BufferedReader(f), most)), delimiter=options.get('separator', ','), strict=True, **how)
+            for row in rows:
+                width = width or len(row)
+                if len(row)>width: return f"line {start:,} has {len(row)} fields, and the first line {width}: put fields that hold {options.get('separator', ',')!r} in quotes"
+                start = rows.line_num+1
+    except csv.Error as e:
+        if 'UTF-8' in str(e): return str(e)
+        return f"a quote opens in line {start:,}, and is not closed" if 'end of data' in str(e) or 'limit' in str(e) else f"line {start:,}: {e}"
+    except (OSError, pa.ArrowException): pass # what was told is enough
+    return ''
+
+def unreadable(name, path, format, options, storage, e)->ValueError:
+    "The error for a file that polars cannot read"
+    more = csv_problem(path, options, storage) if format=='csv' and path else ''
+    return ValueError(f"{name}: cannot be read" + (f" as {format}" if format else '') + f": {first_line(e)}" + (f"; {more}." if more else '.'))
+
 def file_schema(
     path:str, label:str, format:str, options:dict, storage:dict|None, # as in `Files`
     r:Roles,     # what the columns are
@@ -168,7 +198,7 @@ def file_schema(
     except pl.exceptions.NoDataError: raise ValueError(f"{r.name} ({label}): the file is empty.") from None
     except pl.exceptions.PolarsError as e:
         if 'supertype' in str(e): nested()
-        raise ValueError(f"{r.name} ({label}): cannot be read as {format}: {first_line(e)}.") from None
+        raise unreadable(f"{r.name} ({label})", path, format, options, storage, e) from None
     for s in head:
         if s.null_count()==len(s): schema[s.name] = pl.Null()
         elif s.name in {r.entity_col,*r.cats,*r.texts} and schema[s.name].is_integer() and _loses(s).any(): schema[s.name] = pl.String()
@@ -297,7 +327,7 @@ def _explain(spec:ScanSpec, e:Exception)->ValueError:
                 if p:=nested_problem(found): return ValueError(f"{Where(spec.roles.name, c, spec.label).at(row['row'][0])}: {p}.")
                 better = 'Float64' if d.is_integer() and row[c].cast(pl.Float64, strict=False)[0] is not None else 'String'
                 return ValueError(f"{Where(spec.roles.name, c, spec.label).at(row['row'][0])}: {row[c][0]!r} is not {d}, which the first {INFER_ROWS:,} rows are; set schema_overrides={{{c!r}: pl.{better}}}.")
-    return ValueError(f"{name}: cannot be read" + (f" as {spec.format}" if spec.format else '') + f": {first_line(e)}.")
+    return unreadable(name, spec.path, spec.format, spec.options, spec.storage, e)
 
 # %% ../nbs/00d_scan.ipynb #0b1329a6
 _ALL = '__all'   # the expression over all columns

@@ -14,7 +14,7 @@ from fastcore.basics import listify
 from .files import file_size, read_bytes
 from .keys import NULL_RULES
 from .roles import Roles, did_you_mean, is_text
-from .scan import INFER_ROWS, Files, ScanSpec, explicit_types, few_names, find_files, first_line, scan_file, unify_dtypes
+from .scan import INFER_ROWS, Files, ScanSpec, explicit_types, csv_problem, few_names, find_files, scan_file, unify_dtypes, unreadable
 from .times import TimeRule
 
 # %% ../nbs/00da_tables.ipynb #1f28f46b
@@ -178,7 +178,7 @@ def _schema(files:Files, i:int, name:str)->dict|None:
         more = {'infer_schema_length':0} if files.format=='csv' else {'infer_schema_length':None} if files.format=='jsonl' else {}
         return dict(scan_file(files.paths[i], files.format, more|files.options, files.storage).collect_schema())
     except pl.exceptions.NoDataError: return None
-    except (pl.exceptions.PolarsError, OSError) as e: raise ValueError(f"{name} ({files.labels[i]}): cannot be read as {files.format}: {first_line(e)}.") from None
+    except (pl.exceptions.PolarsError, OSError) as e: raise unreadable(f"{name} ({files.labels[i]})", files.paths[i], files.format, files.options, files.storage, e) from None
 
 def _counts(frames)->list: # of int
     "Rows of lazy frames"
@@ -280,7 +280,10 @@ def _types_of_csv(t:TableScan, files:Files, schemas:dict, at:list)->tuple:
     names = [c for c in dict.fromkeys(t.needed) if c not in given]
     scans = [scan_file(files.paths[i], 'csv', as_text, files.storage) for i in at]
     try: types,rows = csv_types(scans, names, [t.position_col, *listify(t.sub_col)])
-    except pl.exceptions.PolarsError as e: raise ValueError(f"{t.name}: cannot be read as csv: {first_line(e)}.") from None
+    except pl.exceptions.PolarsError as e:
+        i = at[0] if len(at)==1 else next((i for i in at if csv_problem(files.paths[i], files.options, files.storage)), None)
+        label = '' if i is None or files.labels[i]==t.name else f" ({files.labels[i]})"
+        raise unreadable(f"{t.name}{label}", None if i is None else files.paths[i], 'csv', files.options, files.storage, e) from None
     return {l:{c:given[c] if c in given else types[c] if c in types else d for c,d in s.items()} for l,s in schemas.items()}, rows
 
 # %% ../nbs/00da_tables.ipynb #cfe9100a

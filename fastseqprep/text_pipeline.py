@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import numpy as np
 from fastcore.basics import patch
@@ -19,7 +19,7 @@ from fastcore.basics import patch
 from .fast_encoder import EncoderDiffers, PlainEncoder, aside, choose_encoder, open_tokenizer, some_texts
 from .files import *
 from .hashing import content_hash
-from .resume import begin_run
+from .resume import begin_run, check_inputs
 from .runner import Runner
 from .sections import builders
 from .store import MANIFEST_NAME, Ledger, OutputFile, has_manifest, input_files, read_manifest
@@ -184,13 +184,6 @@ def shard_patterns(
     parts = ['',*(f'{o}/' for o in _part_names if not has_manifest(f'{folder}/{o}'))] # one with a manifest is the folder of another run
     return tuple(f'{p}*/shard_*/{o}' for p in parts for o in ('*.bin','meta.json'))
 
-def _name_inside(folder, path):
-    "Name of a file relative to a folder; None if it lies elsewhere"
-    folder,path = as_path(folder),as_path(path)
-    if is_remote(folder) or is_remote(path): return str(path).removeprefix(f'{folder}/') if str(path).startswith(f'{folder}/') else None
-    folder,path = folder.resolve(),path.resolve()
-    return path.relative_to(folder).as_posix() if path.is_relative_to(folder) else None
-
 def check_place(
     folder, # to write to
     paths, # of inputs
@@ -198,17 +191,11 @@ def check_place(
 )->None:
     "Fail if a run into the folder would take away inputs, or what another run has made that it does not replace"
     if taken := [o for o in parts if has_manifest(f'{folder}/{o}')]: raise StoreError(f'{folder}/{taken[0]} holds the output of another run, where the part {taken[0]} would be written: choose another output_dir')
-    listed,patterns = {MANIFEST_NAME},shard_patterns(folder)
     if has_manifest(folder):
-        try: m = read_manifest(folder)
-        except StoreError: pass # a damaged one lists nothing
-        else:
-            if m.job!='text': raise StoreError(f'{folder} holds the output of the {m.job} job, which the text job does not replace: choose another output_dir, or remove it before')
-            listed |= {o.name for o in m.outputs}
-    for p in paths:
-        name = _name_inside(folder, p)
-        if name is not None and (name in listed or any(name.count('/')==o.count('/') and PurePosixPath(name).match(o) for o in patterns)):
-            raise ValueError(f'input {p} lies where {folder} has the output of a run, which would be replaced: choose another output_dir')
+        try: job = read_manifest(folder).job
+        except StoreError: job = 'text' # nobody knows, and a damaged manifest lists nothing
+        if job!='text': raise StoreError(f'{folder} holds the output of the {job} job, which the text job does not replace: choose another output_dir, or remove it before')
+    check_inputs(folder, paths, shard_patterns(folder))
 
 # %% ../nbs/22_text.ipynb #0a3c936d
 def _code_hash(cls):

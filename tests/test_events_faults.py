@@ -1,10 +1,11 @@
 """Bad input gives one clear error and writes nothing; a killed run leaves no half file and is finished by running again."""
-import datetime as dt, hashlib, json, os, signal, subprocess, sys, textwrap
+import datetime as dt, hashlib, json, os, shutil, signal, subprocess, sys, textwrap
 from pathlib import Path
 
 import polars as pl, pytest
 
 from events_tables import make_frames, run_job, write_files
+from fastseqprep.resume import Addition
 from fastseqprep.source import DataSource
 from fastseqprep.tokenizer import Tokenizer
 from fastseqprep.events import PRAGMADataset
@@ -608,3 +609,40 @@ def test_json_lines_with_a_byte_order_mark(tmp_path):
         assert _values(tmp_path/f'{name}.out') == ['é', 'x', '[y]']
     a_file(tmp_path, 'nested.jsonl', '\ufeff{"id":1,"page":"x","at":1}\n{"id":1,"page":{"a":1},"at":2}\n')
     with pytest.raises(ValueError, match='row 2.*is an object'): list(file_source(tmp_path/'nested.jsonl').chunks())
+
+
+def test_inputs_that_lie_among_what_is_replaced(tmp_path):
+    "A run that replaces another never takes its own inputs away"
+    out = tmp_path/'out'
+    out.mkdir()
+    visits().write_parquet(out/'shard_7.parquet')
+    source = DataSource.from_file(out/'shard_7.parquet', cats=['page'], time_col='at', entity_col='id')
+    data = PRAGMADataset(events=source, entity_col='id', out_path=out, overwrite=True, progress=False)
+    with pytest.raises(ValueError, match=r'shard_7.parquet lies where .* would be replaced'): data.write_kv(100, 2)
+    assert pl.read_parquet(out/'shard_7.parquet').equals(visits())
+    (out/'shard_7.parquet').rename(out/'visits.parquet')
+    source = DataSource.from_file(out/'visits.parquet', cats=['page'], time_col='at', entity_col='id')
+    PRAGMADataset(events=source, entity_col='id', out_path=out, overwrite=True, progress=False).write_kv(100, 2)
+    assert (out/'visits.parquet').exists() and open_store(out, deep=True).manifest.job == 'events'
+
+
+def test_damaged_manifests_of_an_addition(tmp_path):
+    "What is half added is added again; a folder whose own manifest is damaged says what to do"
+    job(tmp_path/'out', lambda: (profile(), [events()]))
+    users().with_columns(id=pl.col('id')+10).write_parquet(tmp_path/'users.parquet')
+    visits().with_columns(id=pl.col('id')+10).write_parquet(tmp_path/'visits.parquet')
+    def add(out):
+        prof = DataSource.from_file(tmp_path/'users.parquet', cats=['city'], conts=['age'], entity_col='id', is_profile=True, name='users')
+        PRAGMADataset(prof, [file_source(tmp_path/'visits.parquet', conts=['secs'], name='visits')], 'id', out, tok=Tokenizer.load(out), progress=False).write_kv(100, 2, append=True)
+    for o in ('whole', 'torn', 'bad'): shutil.copytree(tmp_path/'out', tmp_path/o)
+    add(tmp_path/'whole')
+    def killed(self, manifest): raise KeyboardInterrupt
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(Addition, '_publish', killed)
+        with pytest.raises(KeyboardInterrupt): add(tmp_path/'torn')
+    (tmp_path/'torn'/'.run'/'manifest.json').write_text('{"format":')
+    add(tmp_path/'torn')
+    left = [{o.name: o.read_bytes() for o in (tmp_path/k).iterdir() if o.is_file()} for k in ('whole', 'torn')]
+    assert left[0] == left[1] and not (tmp_path/'torn'/'.run').exists()
+    (tmp_path/'bad'/'manifest.json').write_text('{}')
+    with pytest.raises(StoreError, match='restore it, or write the folder anew with overwrite=True'): add(tmp_path/'bad')

@@ -16,21 +16,20 @@ JOBS = {
     'two workers': dict(preprocessing_data_path='input/t', write_format='pt', merge_output=False, batches_per_file=60, n_cores=2),
 }
 DYING = textwrap.dedent('''
-    import os, signal, sys
-    seen = 0
+    import itertools, os, signal, sys
+    seen = itertools.count(1) # several threads rename
     def dying(real):
         def f(*a, **kw):
-            global seen
-            seen += 1
-            if seen == {n} and {before}: os.kill(os.getpid(), signal.SIGKILL)
+            mine = next(seen)
+            if mine == {n} and {before}: os.kill(os.getpid(), signal.SIGKILL)
             out = real(*a, **kw)
-            if seen == {n}: os.kill(os.getpid(), signal.SIGKILL)
+            if mine == {n}: os.kill(os.getpid(), signal.SIGKILL)
             return out
         return f
     os.replace, os.rename = dying(os.replace), dying(os.rename)
     from fastseqprep.cli import main
     code = main({args!r})
-    print('renames', seen)
+    print('renames', next(seen)-1)
     sys.exit(code)
 ''')
 

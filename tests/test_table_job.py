@@ -695,3 +695,19 @@ def test_a_million_distinct_strings(tmp_path):
     assert meta['n_classes'] == {'w': n+3}
     ids = meta['id_maps']['w']
     assert len(ids) == n+2 and ids['w0'] == 3 and ids['w999999'] == n+2 and ids['w10'] == 5
+
+
+def test_inputs_that_lie_among_what_is_replaced(tmp_path, monkeypatch):
+    "A run never takes its own inputs away, be they listed by an earlier run or only named as outputs are"
+    from fastseqprep.preprocess import preprocess
+    monkeypatch.chdir(tmp_path)
+    df = pl.DataFrame(dict(sequenceId=[1]*20+[2]*20, itemPosition=[*range(20)]*2, a=[f'x{i%5}' for i in range(40)]))
+    keys = dict(project_root='.', read_format='parquet', split_ratios=[.8, .2], window_length=4, window_stride=2, dataset_name='d')
+    Path('data').mkdir()
+    df.write_parquet('data/d-split0.parquet')
+    with pytest.raises(ValueError, match='d-split0.parquet lies where .* would be replaced'): preprocess({**keys, 'preprocessing_data_path': 'data/d-split0.parquet'}, progress=False)
+    assert pl.read_parquet('data/d-split0.parquet').equals(df) and not Path('configs').exists()
+    Path('data/d-split0.parquet').rename('data/rows.parquet')
+    preprocess({**keys, 'preprocessing_data_path': 'data/rows.parquet'}, progress=False)
+    with pytest.raises(ValueError, match='d-split1.parquet lies where'): preprocess({**keys, 'preprocessing_data_path': 'data/d-split1.parquet'}, progress=False)
+    assert pl.read_parquet('data/rows.parquet').equals(df)
