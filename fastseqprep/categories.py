@@ -7,7 +7,7 @@ __all__ = ['UNKNOWN', 'OTHER', 'MASK', 'LABELS', 'FIRST_ID', 'category_kind', 'c
            'Categories', 'read_id_maps']
 
 # %% ../nbs/01a_categories.ipynb #d9b41ff2
-import json, re, warnings
+import itertools, json, re, warnings
 from collections import Counter
 from functools import cached_property
 from pathlib import Path
@@ -350,12 +350,16 @@ def _id_problems(map)->list:
     "Ids that are none"
     if not isinstance(map, dict): return [f"is a {type(map).__name__}, expected a mapping of values to ids"]
     if not map: return ['is empty']
-    res = [f"{k!r} has the id {v!r}, expected a whole number" for k,v in map.items() if not isinstance(v, int) or isinstance(v, bool)]
-    res += [f"{k!r} has the id {v}, which does not fit into 64 bits" for k,v in map.items() if not res and not -2**63<=v<2**63]
-    res += [f"{k!r} has half a surrogate pair, which no text has" for k in map if _has_surrogate(k)]
+    res = [] if {type(v) for v in map.values()}<={int} else [f"{k!r} has the id {v!r}, expected a whole number" for k,v in map.items() if not isinstance(v, int) or isinstance(v, bool)]
+    if not res and (min(map.values())<-2**63 or max(map.values())>=2**63): res = [f"{k!r} has the id {v}, which does not fit into 64 bits" for k,v in map.items() if not -2**63<=v<2**63]
+    if _has_surrogate(''.join(map)): res += [f"{k!r} has half a surrogate pair, which no text has" for k in map if _has_surrogate(k)]
     if res: return res
-    res = [f"{k!r} has the id {v}, but it is reserved for {LABELS[k]}" for k,v in map.items() if k in LABELS and v!=LABELS[k]]
-    res += [f"{k!r} has the id {v}, which is reserved for {[*LABELS][v]}" if 0<=v<FIRST_ID else f"{k!r} has the id {v}, expected {FIRST_ID} or more" for k,v in map.items() if k not in LABELS and v<FIRST_ID]
+    res = [f"{k!r} has the id {map[k]}, but it is reserved for {v}" for k,v in LABELS.items() if map.get(k, v)!=v]
+    ids = np.fromiter(map.values(), np.int64, len(map))
+    low = [k for k in itertools.compress(map, ids<FIRST_ID) if k not in LABELS]
+    res += [f"{k!r} has the id {v}, which is reserved for {[*LABELS][v]}" if 0<=v<FIRST_ID else f"{k!r} has the id {v}, expected {FIRST_ID} or more" for k,v in ((k, map[k]) for k in low)]
+    ids.sort()
+    if (ids[1:]!=ids[:-1]).all(): return res
     seen = {}
     for k,v in map.items():
         if v in seen: res.append(f"{seen[v]!r} and {k!r} have the same id, {v}")
@@ -377,10 +381,11 @@ def from_map(cls:Categories,
     kind,source = category_kind(dtype, name),source or f'the map of column {name!r}'
     if problems := _id_problems(map): raise ValueError(f"{source}: {'; '.join(problems[:5])}{f'; and {len(problems)-5} more' if len(problems)>5 else ''}.")
     buckets = {_bucket_label(i) for i in range(rule.hashing.num_buckets)} if rule and rule.hashing else set()
-    plain = {k:v for k,v in map.items() if k not in LABELS and k not in buckets}
-    keys = [_parse_key(k, kind) for k in plain]
+    plain = dict(map)
+    for k in (*LABELS, *buckets): plain.pop(k, None)
+    keys = list(plain) if kind=='text' else [_parse_key(k, kind) for k in plain]
     if odd := [k for k,o in zip(plain, keys) if o is None]: raise ValueError(f"{source}: {odd[0]!r} {'does not fit into 64 bits' if kind=='integer' and re.fullmatch('[+-]?[0-9]+', odd[0]) else 'is not '+('an integer' if kind=='integer' else 'a boolean')}, but column {name!r} is {dtype}.")
-    twice,n = Counter(keys).most_common(1)[0] if keys else (None,1)
+    twice,n = Counter(keys).most_common(1)[0] if len({*keys})<len(keys) else (None,1)
     if n>1: raise ValueError(f"{source}: two labels mean the same value: {', '.join(k for k,o in zip(plain, keys) if o==twice)}.")
     if fixed and not keys: raise ValueError(f"{source}: has only reserved labels, expected at least one value.")
     if fixed and min(plain.values())!=FIRST_ID: raise ValueError(f"{source}: the smallest id of a value is {min(plain.values())}, expected {FIRST_ID}.")
@@ -390,9 +395,11 @@ def from_map(cls:Categories,
     wide = kind=='integer' and any(o>=2**63 for o in keys)
     if wide and min(keys)<0: raise ValueError(f"{source}: holds {min(keys)} and {max(keys)}, which do not fit into one type of 64 bits.")
     values = pl.Series(keys, dtype=pl.String if kind=='text' else pl.UInt64 if wide else pl.Int64)
-    order = values.arg_sort().to_numpy()
-    reserved = {k:v for k,v in map.items() if k in LABELS}
-    return cls(kind, values.gather(order), np.array(list(plain.values()), np.int64)[order], rule, name, reserved if kind=='text' else {}, dict(map), first)
+    ids,reserved = np.fromiter(plain.values(), np.int64, len(plain)),{k:v for k,v in LABELS.items() if k in map}
+    if not values.is_sorted():
+        order = values.arg_sort().to_numpy()
+        values,ids = values.gather(order),ids[order]
+    return cls(kind, values, ids, rule, name, reserved if kind=='text' else {}, dict(map), first)
 
 # %% ../nbs/01a_categories.ipynb #e761359e
 def _read_map(path:Path)->dict:
