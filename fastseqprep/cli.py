@@ -286,7 +286,7 @@ def main(
         found.pop('debug', None)
         if command is None: parser.print_help()
         else: commands[command](**found)
-        sys.stdout.flush()
+        if sys.stdout is not None: sys.stdout.flush()
         return 0
     except KeyboardInterrupt: return 130
     except BrokenPipeError: # the reader has seen enough
@@ -302,12 +302,11 @@ def console():
     if sys.argv[1:2]!=['demo']: os.environ.setdefault('OPENBLAS_NUM_THREADS', '1') # numpy's threads for matrices would turn idle beside ours, which multiply none
     os.environ.setdefault('PYDANTIC_DISABLE_PLUGINS', '__all__') # to look for some in every package that is installed takes a while
     code = main()
-    if threading.active_count()>1: sys.exit(code) # as long as something is going on, Python waits for it
+    if code or threading.active_count()>1: sys.exit(code) # as long as something is going on, Python waits for it
     atexit._run_exitfuncs() # temporary files and workers go
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except OSError: pass # nobody reads any more
+    for f in filter(None, (sys.stdout, sys.stderr)): # either may be closed
+        try: f.flush()
+        except OSError: pass # nobody reads any more
     os._exit(code)
 
 

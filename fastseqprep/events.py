@@ -507,7 +507,7 @@ def _write_shards(self:PRAGMADataset, run, n_shards, at, points, keep_later):
         points,files = points[order], []
         for i in range(n_shards):
             mine = points[offsets[i]:offsets[i+1]]
-            files.append(str(make_folder(run.scratch('points'))/f'{i}.arrow'))
+            files.append(str(make_folder(run.local_scratch('points'))/f'{i}.arrow'))
             write_arrays(files[-1], dict(entity=mine['entity'].to_arrow(compat_level=pl.CompatLevel.oldest()), **{c:mine[c].to_numpy() for c in ('seconds','scaled','first')}))
     first = sum(o.kind=='shard' for o in old.outputs) if old else 0
     addition = len(old.facts.get('appended', []))+1 if old and points is None else 0 # evaluation points are numbered on instead

@@ -24,8 +24,8 @@ def as_path(
 )->'Path|str': # `Path` when local, URL text otherwise
     "`path` in the one form that this package uses"
     path = os.fspath(path)
-    if path.startswith('file://'): path = path[len('file://'):]
-    return path.rstrip('/') if '://' in path else Path(path).expanduser()
+    path = path.removeprefix('file://') if path.startswith('file://') else path.removeprefix('file:') if path.startswith('file:/') else path
+    return path.rstrip('/') if '://' in path else Path(os.path.expanduser(path))
 
 def is_remote(path)->bool:
     "Whether `path` is a URL that is not on this machine's file system"
@@ -33,14 +33,16 @@ def is_remote(path)->bool:
 
 def fs_of(path)->tuple:
     "The fsspec file system of `path` and the path in its own spelling"
-    from fsspec.core import url_to_fs # takes a while to load; what is local goes without it
     path = as_path(path)
-    if isinstance(path, Path): return url_to_fs(str(path))
+    if isinstance(path, Path):
+        from fsspec.implementations.local import LocalFileSystem # takes a while to load; most of what is local goes without it
+        return LocalFileSystem(),plain_path(path)
+    from fsspec.core import url_to_fs
     return url_to_fs(path, use_listings_cache=False)  # other processes write there too
 
 def plain_path(path)->str:
-    "The path as its file system spells it: absolute, with `/` between its parts, without a protocol"
-    return fs_of(path)[1] if is_remote(path) else os.path.abspath(as_path(path)).replace(os.sep, '/')
+    "The path as its file system spells it: absolute, with `/` between its parts, without a protocol; what `..` means after a link is for the system to say"
+    return fs_of(path)[1] if is_remote(path) else as_path(path).absolute().as_posix()
 
 # %% ../nbs/09a_files.ipynb #dd00bccd
 def safe_join(

@@ -12,7 +12,7 @@ import numpy as np
 
 from .pieces import RecordError, short_repr
 from .ragged import Ragged
-from .sections import Output, SectionedBuilder, builders, register_builder
+from .sections import SectionedBuilder, SourceBuilder, builders, register_builder
 from .text_config import TextConfig
 
 # %% ../nbs/07e_preferences.ipynb #bf1aaa59
@@ -53,12 +53,29 @@ def is_preference(
     "Does a configuration ask for two conversations, chosen and rejected?"
     return list(cfg.sources)==['chosen','rejected'] and all(len(s.sections)==1 and s.sections[0].template and s.sections[0].field==k for k,s in cfg.sources.items())
 
+class _Surrounded(SourceBuilder):
+    "A source with what the tokenizer puts before and behind a text"
+    def _finish(self, encoded, counts, status):
+        "Put that around whole rows, so that it counts, and is cut, as all other tokens are"
+        tokens,weights,turns = encoded
+        bare,full = (self.tok.encode(['a'], o).values for o in (False,True))
+        at = next((i for i in range(len(full)-len(bare)+1) if np.array_equal(full[i:i+len(bare)], bare)), 0)
+        before,after = full[:at],full[at+len(bare):] if len(full)>len(bare) else full[:0]
+        some = tokens.lengths>1 # what has no more is empty, and stays so
+        n = int(some.sum())
+        def joined(rows, b, a): return Ragged.interleave([Ragged.from_lengths(b, some*len(before)), rows, Ragged.from_lengths(a, some*len(after))]).join(3)
+        if weights is not None:
+            last = weights.values[weights.offsets[1:][some]-1] # an end is trained where what it ends is
+            weights = joined(weights, np.zeros(n*len(before), weights.dtype), np.repeat(last, len(after)))
+        turns = turns+np.stack([np.zeros(len(turns), np.int64), some[turns[:,0]]*len(before)], 1) # what is put first is nobody's
+        return super()._finish((joined(tokens, np.tile(before, n), np.tile(after, n)), weights, turns), counts, status)
+
 class PreferenceBuilder(SectionedBuilder):
     "Two conversations from a row of preferences"
     def __init__(self, cfg, tok, turns=False):
         if not is_preference(cfg): raise ValueError("builder is 'preference', which makes two conversations: give input.sources chosen and rejected, each with one section of its own name and template: true, as TextConfig.for_shape('dpo') has them")
-        self.limit,self.special = cfg.preprocessing.max_seq_len,cfg.bos=='first'
         super().__init__(cfg.model_copy(update=dict(render='conversation', bos='template', train_span='completion' if cfg.train_span=='turn' else cfg.train_span)), tok, turns)
+        if cfg.bos=='first': self.sources = {o:_Surrounded(self.cfg, tok, o, turns) for o in self.sources}
 
     def shaped(self, record): return preference_record(record, self.cfg.types=='lenient') if isinstance(record, dict) else record
 
@@ -72,35 +89,6 @@ class PreferenceBuilder(SectionedBuilder):
         res.rows = np.array(back, np.int64)[res.rows]
         res.dropped = [(back[i], o) for i,o in res.dropped]
         res.failed = sorted([(back[i], *o) for i,*o in res.failed]+wrong)
-        if self.special and len(res):
-            res.outputs = {k:self._with_special(o) for k,o in res.outputs.items()}
-            self._leave_out_long(res)
         return res
-
-    def _leave_out_long(self, res):
-        "Rows that are too long with what the tokenizer puts around them, where such are to be left out"
-        if self.cfg.overlong not in ('drop','error'): return
-        over = np.any([o.lengths>self.limit for o in res.outputs.values()], axis=0)
-        for i in np.flatnonzero(over).tolist():
-            k,n = max(((k, int(o.lengths[i])) for k,o in res.outputs.items()), key=lambda o: o[1])
-            if self.cfg.overlong=='drop': res.dropped.append((int(res.rows[i]), 'too many tokens'))
-            else: res.failed.append((int(res.rows[i]), 'too many tokens', f"{k} has {n:,} tokens, more than max_seq_len={self.limit:,}"))
-        if over.any():
-            keep = np.flatnonzero(~over)
-            res.rows,res.domains,res.outputs = res.rows[keep],[res.domains[i] for i in keep.tolist()],{k:o.take(keep) for k,o in res.outputs.items()}
-            res.dropped,res.failed = sorted(res.dropped),sorted(res.failed)
-
-    def _with_special(self, out):
-        "The rows with what the tokenizer puts before and behind a text"
-        bare,full = (self.tok.encode(['a'], o).values for o in (False,True))
-        at = next((i for i in range(len(full)-len(bare)+1) if np.array_equal(full[i:i+len(bare)], bare)), 0)
-        before,after = full[:at],full[at+len(bare):] if len(full)>len(bare) else full[:0]
-        n = len(out.values)
-        def joined(rows, b, a): return Ragged.interleave([Ragged(np.tile(b, n), np.arange(n+1)*len(b)), rows, Ragged(a, np.arange(n+1)*(len(a)//max(n, 1)))]).join(3).head(self.limit)
-        ends = Ragged(out.mask.values, out.mask.offsets)
-        last = np.append(ends.values, 0)[np.maximum(ends.offsets[1:]-1, 0)]
-        values = joined(out.values, before, np.tile(after, n))
-        turns = None if out.turns is None else Ragged(np.minimum(out.turns.values+len(before), values.lengths[out.turns.row_ids]).astype(np.int32), out.turns.offsets) # what is put first is nobody's
-        return Output(values, joined(out.mask, np.zeros(len(before), out.mask.dtype), np.repeat(last, len(after)).astype(out.mask.dtype)), out.groups, out.lengths+len(before)+len(after), turns)
 
 if 'preference' not in builders: register_builder('preference')(PreferenceBuilder)

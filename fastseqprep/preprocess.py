@@ -362,11 +362,11 @@ def preprocess(
 
 def _work(cfg, source, run, engine, executor, progress):
     "Prepare, write, and put in place"
-    prep = prepare(cfg, source, scratch=run.scratch('sort'))
+    prep = prepare(cfg, source, scratch=run.local_scratch('sort'))
     run.writing = not cfg.merge_output # shards that are there can be gone on with, once all input was read
     workers = cfg.cores if engine=='processes' and executor is None and cfg.cores>1 else 0
     shared = None
-    if workers or executor is not None: prep.table.save(shared := run.scratch('table'))
+    if workers or executor is not None: prep.table.save(shared := run.local_scratch('table'))
     tasks = write_tasks(cfg, prep.table, run.out, shared)
     flat = [t for split in tasks for t in split]
     pool = ThreadPoolExecutor(min(cfg.cores, len(flat))) if executor is None and not workers and cfg.cores>1 and len(flat)>1 else None

@@ -7,7 +7,7 @@ __all__ = ['Notes', 'lock_folder', 'lock_scope', 'Run', 'check_inputs', 'begin_r
            'Addition', 'begin_addition']
 
 # %% ../nbs/10c_resume.ipynb #e3c1ccdf
-import json, os, re, shutil
+import json, os, re, shutil, tempfile
 from pathlib import Path, PurePosixPath
 
 from fastcore.basics import patch
@@ -90,6 +90,7 @@ class Run:
         self.work = safe_join(folder, work_name(scope))
         self.out = safe_join(self.work, 'out') # where the outputs wait
         self.done = None # the finished `Store`, once there is one
+        self.temp = None # folder of `local_scratch`, where the output is elsewhere
         self.writing = False # set by a job that has read all its input and begins to write: a failed run can then be continued
         make_folder(self.folder)
         self.lock = lock_scope(self.folder, scope) if scope else lock_folder(self.folder)
@@ -103,6 +104,13 @@ def path(self:Run, name:str)->'Path|str':
 def scratch(self:Run, name:str)->'Path|str':
     "Where to keep the intermediate file or folder `name`; gone when the run is finished"
     return safe_join(safe_join(self.work, 'scratch'), name)
+
+@patch
+def local_scratch(self:Run, name:str)->Path:
+    "As `scratch`, for what has to be on this machine also where the output is not"
+    if not is_remote(self.work): return self.scratch(name)
+    if self.temp is None: self.temp = tempfile.TemporaryDirectory(prefix='fastseqprep-')
+    return Path(self.temp.name)/name
 
 @patch
 def notes(self:Run, name:str)->Notes:
@@ -153,7 +161,7 @@ def check_inputs(
         except StoreError: pass  # a damaged manifest lists nothing
     for p in paths:
         name = _name_inside(folder, p)
-        if name is not None and (name in listed or any(name.count('/')==o.count('/') and PurePosixPath(name).match(o) for o in names)):
+        if name is not None and (name in listed or name.startswith(f'{work_name(scope)}/') or any(name.count('/')==o.count('/') and PurePosixPath(name).match(o) for o in names)):
             raise ValueError(f'input {p} lies where {folder} has the output of a run, which would be replaced: write to another folder, or move the input')
 
 @patch
@@ -197,7 +205,9 @@ def _remove_inside(folder, name:str)->None:
 # %% ../nbs/10c_resume.ipynb #05a35021
 @patch
 def close(self:Run)->None:
-    "Give back the lock"
+    "Give back the lock, and what was only here"
+    if self.temp is not None: self.temp.cleanup()
+    self.temp = None
     if self.lock is None: return
     if self.scope: Path(f'{self.work}.lock').unlink(missing_ok=True)
     os.close(self.lock)

@@ -94,7 +94,7 @@ class _Progress:
     "A progress bar, or nothing where nobody looks"
     def __init__(self, total:int, desc:str, show:bool):
         self.bar,self.desc,self.began,self.amount = None,desc,time.monotonic(),0
-        if not show or not total or not (IN_NOTEBOOK or sys.stdout.isatty()): return
+        if not show or not total or not (IN_NOTEBOOK or sys.stdout is not None and sys.stdout.isatty()): return
         from fastprogress.fastprogress import progress_bar
         self.bar = progress_bar(range(total), total=total)
         self.bar.comment = desc

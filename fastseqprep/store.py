@@ -142,6 +142,7 @@ def of(cls:OutputFile, folder, name:str, kind:str='shard', rows:int=None, tokens
 def input_files(
     paths, # input files, local paths or URLs
     source:str=None, # name of the source, put before the files' names
+    threads:int=2, # in which files are read; 1: in this one
 )->list: # of `InputFile`, sorted by name
     "Describe the files of one source"
     full = [plain_path(p) for p in paths]
@@ -149,7 +150,8 @@ def input_files(
     names = [p[len(root):].lstrip('/') for p in full]
     prefix = f'{source}/' if source else ''
     def describe(p, n): return InputFile(name=prefix+n, bytes=file_size(p), sha256=path_hash(p))
-    with ThreadPoolExecutor(2) as pool: return sorted(pool.map(describe, paths, names), key=lambda f: f.name)
+    if threads==1: return sorted(map(describe, paths, names), key=lambda f: f.name)
+    with ThreadPoolExecutor(threads) as pool: return sorted(pool.map(describe, paths, names), key=lambda f: f.name)
 
 # %% ../nbs/10_store.ipynb #0e44740b
 def _values_bytes(s)->bytes:

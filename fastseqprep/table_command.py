@@ -70,7 +70,7 @@ def preprocess_command(
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *args, **kwargs: print(f'fastseqprep: warning: {message}', file=sys.stderr)
         warnings.simplefilter('always', UserWarning)
-        res = preprocess(cfg, engine=engine, dry_run=dry_run, progress=not quiet and sys.stderr.isatty())
+        res = preprocess(cfg, engine=engine, dry_run=dry_run, progress=not quiet and sys.stderr is not None and sys.stderr.isatty())
     if not quiet: print(('Nothing is written; this is what a run would give.\n' if dry_run else '')+str(res))
 
 preprocess_command.arguments = preprocess_arguments

@@ -74,7 +74,7 @@ def text_command(
     cfg = _config_of(config)
     tokenizer_path = _tokenizer_path(tokenizer_path or cfg.tokenizer_path)
     from fastseqprep.text_pipeline import TextPipeline
-    job = TextPipeline(cfg, inputs, output_dir, tokenizer_path, n_workers=n_workers, overwrite=overwrite, progress=not quiet and sys.stderr.isatty())
+    job = TextPipeline(cfg, inputs, output_dir, tokenizer_path, n_workers=n_workers, overwrite=overwrite, progress=not quiet and sys.stderr is not None and sys.stderr.isatty())
     with _flags_named(): res = job.run()
     if not quiet: print(res)
 

@@ -39,10 +39,10 @@ def fields_read(
     more = [cfg.tools_field,cfg.documents_field] if any(o.template for o in sections) else []
     return sorted({*(o.field for o in sections), *filter(None, more), *(['prompt','input'] if cfg.builder=='preference' else [])})
 
-def _messages_read(o):
-    "Messages, or lists of them, without keys that are null, as `plain_messages` leaves them out"
-    if isinstance(o, dict): return {k:v for k,v in o.items() if v is not None}
-    return list(map(_messages_read, o)) if isinstance(o, (list,tuple)) else o
+def _messages_read(o, nulls=False):
+    "Messages, or lists of them, with keys in order, and without those that are null, as `plain_messages` leaves them out"
+    if isinstance(o, dict): return {k:o[k] for k in sorted(o) if nulls or o[k] is not None}
+    return [_messages_read(m, nulls) for m in o] if isinstance(o, (list,tuple)) else o
 
 def fields_of_chats(
     cfg:TextConfig,
@@ -57,13 +57,11 @@ def source_texts(
     nulls:bool=False, # is a key that is null another than one that is missing?
     chats=(), # names of fields that hold messages
 )->list: # of str
-    "What is read of each record, as JSON with sorted keys"
-    def text(o): return json.dumps(o, sort_keys=True, separators=(',',':'), default=str)
+    "What is read of each record, as JSON; keys of records and messages are sorted, while those further inside have an order, which templates write down"
+    names,nulls = None if fields is None else sorted(fields),nulls or fields is None
     def one(r):
-        read = {k:r[k] for k in (r if fields is None else fields) if k in r}
-        res = text(read)
-        if nulls or fields is None or ':null' not in res: return res # few have any, and a text is searched faster than its objects
-        return text({k:_messages_read(v) if k in chats else v for k,v in read.items() if v is not None})
+        read = {k:r[k] for k in (sorted(r) if names is None else names) if k in r and (nulls or r[k] is not None)}
+        return json.dumps({k:_messages_read(v, nulls) if k in chats else v for k,v in read.items()}, separators=(',',':'), default=str)
     return list(map(one, records))
 
 # %% ../nbs/19c_text_encode.ipynb #f331eb8d

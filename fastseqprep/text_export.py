@@ -10,16 +10,20 @@ import os, struct
 
 import numpy as np
 
-from .files import as_path, atomic_write, exists, remove_file
+from .files import as_path, atomic_write, exists, is_remote, remove_file
 from .ragged import arrow_array
 from .roles import did_you_mean
+from .store import MANIFEST_NAME
 from .token_store import TokenStore
 
 # %% ../nbs/22b_text_export.ipynb #515ad3c5
 EXPORT_SLICE = 4<<20 # values that are copied at once
 
-def _refuse_existing(paths, overwrite):
-    "Fail where a file is in the way"
+def _refuse_existing(paths, overwrite, store):
+    "Fail where a file is in the way, or would be one of those that are read"
+    homes = {o.path.resolve() for o in store.segments}
+    for p in map(as_path, paths):
+        if not is_remote(p) and p.exists() and (p.parent.resolve() in homes or p.name==MANIFEST_NAME): raise ValueError(f'{p} belongs to the shards that are read: choose another name')
     if there := [p for p in paths if exists(p)]:
         if not overwrite: raise FileExistsError(f'{there[0]} is there already: choose another name, or set overwrite=True to replace it')
 
@@ -82,7 +86,7 @@ def export_megatron(
     store = TokenStore(path, part, domains).need_records()
     key = _key_of(store, key)
     dtype,(data,index) = _megatron_type(store, key),(as_path(os.fspath(out_prefix)+o) for o in ('.bin','.idx'))
-    _refuse_existing([data, index], overwrite)
+    _refuse_existing([data, index], overwrite, store)
     with atomic_write(index) as x:
         res = _write_index(x, store, key, dtype)
         remove_file(index) # of an earlier export: it would tell wrong of the tokens that are to come
@@ -140,7 +144,7 @@ def export_parquet(
     keys = [_key_of(store, k) for k in ([keys] if isinstance(keys, str) else keys or store.keys)]
     packed = store.has_pieces or store.has_bins
     if taken := [k for k in keys if k in ('domain', *(['record','first_token','bin'] if packed else []))]: raise ValueError(f"output {taken[0]!r} has the name of a column that says where a row is from: choose other keys")
-    _refuse_existing([out], overwrite)
+    _refuse_existing([out], overwrite, store)
     def table(k, seg, lo, hi): return pa.table({**{o:_list_column(seg, o, lo, hi) for o in keys}, **_place_columns(store, seg, k, packed, lo, hi)})
     schema,tokens = table(0, store.segments[0], 0, 0).schema,0
     with atomic_write(out) as f, pq.ParquetWriter(f, schema, compression='zstd') as writer:

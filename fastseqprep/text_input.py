@@ -62,6 +62,9 @@ def list_inputs(
     if isinstance(paths, (str,os.PathLike)): paths = [paths]
     res = []
     for p in map(as_path, paths):
+        if isinstance(p, Path) and p.is_file():
+            res.append(text_file(plain_path(p)))
+            continue
         fs,inside = fs_of(p)
         def full(o): return fs.unstrip_protocol(o) if isinstance(p, str) else o
         if fs.isdir(inside):

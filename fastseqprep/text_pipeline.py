@@ -6,7 +6,7 @@
 __all__ = ['as_text_config', 'check_sendable', 'TextPipeline', 'sample_of', 'shard_patterns', 'check_place', 'TextResult']
 
 # %% ../nbs/22_text.ipynb #f3b19f72
-import html, inspect, json, os, threading, time
+import glob, html, inspect, json, os, threading, time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,7 +28,7 @@ from .text_encode import builder_place, encode_specs, encode_split, rare_gc
 from .text_input import input_splits, list_inputs, read_split
 from .text_shards import EncodedRecords, limited_outputs, plan_shards, write_text_shard
 from .text_tokenizer import TextTokenizer
-from .token_store import TokenStore
+from .token_store import PART_NAMES, TokenStore
 
 # %% ../nbs/22_text.ipynb #aafcc21e
 def as_text_config(
@@ -135,7 +135,7 @@ def _threads(n):
 @patch
 def _encode(self:TextPipeline, run, files, tok, encoder):
     "Encode all splits, as far as they are needed; what another encoder has done before is left aside"
-    folder,read = os.fspath(run.scratch(f'encoded-{encoder.name}')),_Read(files, self.cfg)
+    folder,read = os.fspath(run.local_scratch(f'encoded-{encoder.name}')),_Read(files, self.cfg)
     specs = encode_specs(input_splits(files), self.cfg, tok, folder, encoder.name)
     notes = run.notes(f'encode-{encoder.name}')
     found = {i:r for i in range(len(specs)) if (r := notes.get(i)) is not None and all(os.path.exists(f'{folder}/{f}') for f in r['files'])}
@@ -175,14 +175,20 @@ def _nothing_left(read):
     return ValueError(f"no record is left of {n:,}: {why}" if n else "the inputs hold no record")
 
 # %% ../nbs/22_text.ipynb #6440805c
-_part_names = 'train','validation'
-
 def shard_patterns(
     folder, # to write to
 )->tuple: # of patterns, relative to the folder
-    "Names that a run of the text job gives its files"
-    parts = ['',*(f'{o}/' for o in _part_names if not has_manifest(f'{folder}/{o}'))] # one with a manifest is the folder of another run
-    return tuple(f'{p}*/shard_*/{o}' for p in parts for o in ('*.bin','meta.json'))
+    "Names of the files of shards that are there without a manifest: those that a `meta.json` tells of, and places of rows, which nobody else names so"
+    parts = ['',*(f'{o}/' for o in PART_NAMES if not has_manifest(f'{folder}/{o}'))] # one with a manifest is the folder of another run
+    told = [glob.escape(o) for p in parts for name in list_files(folder, f'{p}*/shard_*/meta.json') for o in _files_of_shard(folder, name)]
+    return (*told, *(f'{p}*/shard_*/{o}' for p in parts for o in ('_bins.bin','_pieces.bin','*.offsets.bin','*.groups.bin')))
+
+def _files_of_shard(folder, name)->list:
+    "Files that a shard may have, if this is the `meta.json` of one"
+    try: meta = read_json(safe_join(folder, name))
+    except StoreError: return []
+    if not meta or not isinstance(meta, dict) or not all(isinstance(o, dict) and {'shape','dtype'}<=o.keys() for o in meta.values()): return []
+    return [name, *(name.removesuffix('meta.json')+f'{k}.bin' for k in meta)]
 
 def check_place(
     folder, # to write to
@@ -228,8 +234,8 @@ def _run(self:TextPipeline, began):
     fs,out = fs_of(self.output_dir)
     if fs.isfile(out): raise FileExistsError(f"{self.output_dir} is a file, expected a folder to write to: choose another output_dir")
     files = list_inputs(self.inputs)
-    check_place(self.output_dir, [f.path for f in files], _part_names if self.cfg.validation else ())
-    hashed = aside(input_files, list(dict.fromkeys(f.path for f in files)), daemon=True)
+    check_place(self.output_dir, [*(f.path for f in files), self.tokenizer_path], PART_NAMES if self.cfg.validation else ())
+    hashed = aside(partial(input_files, threads=1), list(dict.fromkeys(f.path for f in files)), daemon=True) # threads of a pool would be waited for at the end
     tok,made = open_tokenizer(self.tokenizer_path, self.fast),not exists(self.output_dir)
     chosen = aside(self._choose_encoder, files, tok) # while inputs are still hashed
     inputs = hashed.result()
@@ -250,7 +256,7 @@ def _work(self:TextPipeline, run, files, tok, encoder):
     enc = EncodedRecords(read.scratch, self.cfg)
     self._check_lengths(enc, read)
     domains = np.concatenate([codes[p.arrays['.domain']] for codes,p in zip(read.codes, enc.parts)])
-    plans,left,packing = plan_shards(enc, domains, list(read.domains), os.fspath(run.scratch('plan')))
+    plans,left,packing = plan_shards(enc, domains, list(read.domains), os.fspath(run.local_scratch('plan')))
     tokens = self._tokens(enc, left)
     self._drop(enc, read, left)
     if not plans: raise _nothing_left(read)
@@ -301,7 +307,7 @@ def _finish(self:TextPipeline, run, read, tok, encoder, plans, packing, done, to
     "Write the manifest and put all in place"
     outputs = [OutputFile(**o) for r in done for o in r['outputs']]
     shards = [dict(path=p.name, part=p.part, domain=p.domain, records=p.records, rows=r['rows'], tokens=r['tokens']) for p,r in zip(plans, done)]
-    parts = list(_part_names) if self.cfg.validation else ['']
+    parts = list(PART_NAMES) if self.cfg.validation else ['']
     o = self.cfg.preprocessing
     if packing: packing = dict(packing, strategy=o.packing_strategy, max_packed_len=o.max_packed_len)
     names,ledger = _input_names(read.files, run.manifest.inputs),Ledger()

@@ -156,7 +156,7 @@ def _sort_order(key, used):
     return (key & np.uint64(2**bits-1)).astype(np.int64),key>>np.uint64(bits)
 
 def _order_by_bytes(texts, most=6):
-    "Order of texts, and which of them are as the one before; none where too many looks would be needed, or texts hold zeros"
+    "Order of texts, and which of them are as the one before; none where texts hold zeros"
     arr = texts.to_arrow(compat_level=pl.CompatLevel.oldest())
     offsets = np.frombuffer(arr.buffers()[1], np.int64)[arr.offset:arr.offset+len(arr)+1]
     data = np.append(np.frombuffer(arr.buffers()[2] or b'', np.uint8), np.zeros(8, np.uint8))
@@ -165,18 +165,24 @@ def _order_by_bytes(texts, most=6):
     key,used,at = _packed_bytes(offsets, data, 0, 64)
     order,key = _sort_order(key, used)
     same = np.append(False, key[1:]==key[:-1])
-    for _ in range(most):
-        if at>=longest or not same.any(): return order,same
+    for look in range(most):
+        if at>=longest or not same.any(): break
         tied = same.copy() # these and the ones before agree in all bytes so far
         tied[:-1] |= same[1:]
         rows = np.flatnonzero(tied)
+        if look==most-1 or len(rows)<len(same)//16: # what is left is sorted as text
+            left = texts.gather(order[rows])
+            by = left.arg_sort().to_numpy()
+            left = left.gather(by)
+            order[rows],same[rows] = order[rows][by],left.eq_missing(left.shift(1)).to_numpy()
+            break
         group = np.cumsum(~same[rows], dtype=np.uint64)
         room = 64-int(group[-1]).bit_length()
         key,used,at = _packed_bytes(offsets, data, at, room)
         by,key = _sort_order(group<<np.uint64(used) | key[order[rows]], 64-room+used)
         order[rows] = order[rows][by]
         same[rows] = np.append(False, key[1:]==key[:-1])
-    return None
+    return order,same
 
 def sorted_codes(
     texts:pl.Series, # without nulls

@@ -88,3 +88,14 @@ def test_names(tmp_path):
     assert text_file('a/b.JSONL.GZ')[1:]==('jsonl','gzip') and text_file('b.txt')[1:]==('jsonl',None)
     with pytest.raises(FileNotFoundError, match='holds no files of records'): list_inputs(tmp_path)
     with pytest.raises(ValueError, match='no inputs'): list_inputs([])
+
+
+def test_odd_names_of_local_files(tmp_path, monkeypatch):
+    "Names that would mean something in an address, or as a user's home, are names"
+    monkeypatch.chdir(tmp_path)
+    for name in ('a::b.jsonl', '~nobody.jsonl', 'c [1]*.jsonl', 'é ü.jsonl'):
+        (tmp_path/name).write_text('{"text": "a"}\n')
+        for p in (name, tmp_path/name):
+            files = list_inputs(p)
+            assert [f.path for f in files] == [str(tmp_path/name)]
+            assert [s.stop for s in input_splits(files)] == [14]

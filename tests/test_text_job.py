@@ -2,6 +2,7 @@
 import functools, gc, gzip, json, os, random, signal, subprocess, sys, time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 import numpy as np, pytest
@@ -12,7 +13,7 @@ from fastseqprep.files import StoreError
 from fastseqprep.sections import as_dtype, make_builder
 from fastseqprep.store import Ledger, read_manifest
 from fastseqprep.text_config import TextConfig
-from fastseqprep.text_encode import encode_split
+from fastseqprep.text_encode import encode_split, fields_of_chats, fields_read, source_texts
 from fastseqprep.text_input import input_splits
 from fastseqprep.text_pipeline import TextPipeline
 from fastseqprep.text_tokenizer import TextTokenizer
@@ -509,8 +510,7 @@ def test_what_is_not_the_runs_own_stays(tmp_path, toks):
     (tmp_path/'table').mkdir()
     write_manifest(tmp_path/'table', Manifest(job='events', config={}, inputs=[]))
     with pytest.raises(StoreError, match='output of the events job, which the text job does not replace'): job(path, tmp_path/'table', toks, cfg, overwrite=True)
-    inside = write(tmp_path/'old/wiki/shard_0000/records.bin', [dict(text='the sea')])
-    for o in inside, tmp_path/'old/manifest.json':
+    for o in tmp_path/'old/wiki/shard_0000/sequence.bin', tmp_path/'old/manifest.json':
         with pytest.raises(ValueError, match='would be replaced'): job([path, o], tmp_path/'old', toks, cfg, overwrite=True)
         assert o.exists()
     assert kept()
@@ -710,3 +710,170 @@ def test_progress_tells_tokens_by_the_second(tmp_path, toks, small_splits, monke
     path = write(tmp_path/'d.jsonl', [dict(text=f'the sea is {i}') for i in range(200)])
     res = job(path, tmp_path/'out', toks, beside())
     assert Bar.amount==res.tokens and len([o for o in seen if o[0].startswith('encode: ') and o[0].endswith(' tokens/s')])>2
+
+@functools.cache
+def around_both(root):
+    "A tokenizer that puts one token before a text and two behind it, and ends a conversation with what no one says"
+    from tokenizers.processors import TemplateProcessing
+    tok = TextTokenizer(root/'adds_bos_eos')
+    (root/'two_ends').mkdir(exist_ok=True)
+    t = Tokenizer.from_file(str(root/'adds_bos_eos/tokenizer.json'))
+    t.post_processor = TemplateProcessing(single='<|bos|> $A <|eos|> <|bos|>', special_tokens=[(o, t.token_to_id(o)) for o in ('<|bos|>','<|eos|>')])
+    t.save(str(root/'two_ends/tokenizer.json'))
+    (root/'two_ends/tokenizer_config.json').write_text((root/'adds_bos_eos/tokenizer_config.json').read_text())
+    return tok,TextTokenizer(root/'two_ends')
+
+PAIRS = [dict(prompt='hi there', chosen='yes and more words', rejected='no'), dict(prompt='Hello', chosen='The sea', rejected='is wide and the birds sang'), dict(chosen='a', rejected='b'),
+         dict(prompt='a', chosen='b', rejected='c'), dict(prompt='the cat sat on a mat while ten small birds sang', chosen='no', rejected='yes')]
+
+def pair_oracle(whole, i, most, overlong, side, untrained):
+    "What is to become of a pair, row by row: its rows, or why there are none"
+    rows = {k:(whole[k].values[i].tolist(), whole[k].mask[i].tolist()) for k in whole}
+    if overlong!='truncate':
+        for k,(ids,_) in rows.items():
+            if len(ids)>most: return 'too many tokens' if overlong=='drop' else ('too many tokens', f'{k} has {len(ids)} tokens, more than max_seq_len={most}')
+    rows = {k:tuple(o[-most:] if side=='keep_end' else o[:most] for o in both) for k,both in rows.items()}
+    if untrained=='drop' and not all(any(m) for _,m in rows.values()): return 'no trained token'
+    return rows
+
+@pytest.mark.parametrize('compat', [None,'astrai'])
+@pytest.mark.parametrize('which', [0,1])
+def test_what_is_put_around_pairs_is_cut_as_the_rest(toks, which, compat):
+    "Whichever end stays, rows are the first or the last tokens of the whole, which begins and ends as the tokenizer has it"
+    tok = around_both(toks)[which]
+    def built(**keys): return make_builder(TextConfig.for_shape('dpo', builder='preference', compat=compat, bos='first', on_error='skip', **keys), tok).build(PAIRS)
+    bare = make_builder(TextConfig.for_shape('dpo', builder='preference', compat=compat, bos='template', untrained='keep', on_error='skip'), tok).build(PAIRS)
+    whole,rows = built(untrained='keep').outputs,bare.rows.tolist()
+    ends = [2] if not which else [2,1]
+    for k,o in whole.items():
+        for i in range(len(o)):
+            ids,mask = (v[i].tolist() for v in (bare.outputs[k].values, bare.outputs[k].mask))
+            assert (o.values[i].tolist(), o.mask[i].tolist())==([1,*ids,*ends], [0,*mask,*mask[-1:]*len(ends)])
+    longest = max(int(o.lengths.max()) for o in whole.values())
+    choices = [*product(range(1, longest+2), ('truncate','drop','error'), ('keep_start','keep_end'), (False,True), ('keep','drop'))]
+    for most,overlong,side,by,untrained in random.Random(0).sample(choices, 150): # all hold, and take half a minute
+        keys = dict(seq_truncation=side) if by or compat else {}
+        got = built(overlong=overlong, untrained=untrained, preprocessing=dict(max_seq_len=most, truncation_mode=side if not by else 'keep_start'), **keys)
+        want = [pair_oracle(whole, i, most, overlong, side, untrained) for i in range(len(rows))]
+        assert got.rows.tolist()==[r for r,w in zip(rows, want) if isinstance(w, dict)]
+        assert got.dropped==[(r,w) for r,w in zip(rows, want) if isinstance(w, str)]
+        assert got.failed==sorted([*bare.failed, *((r, *w) for r,w in zip(rows, want) if isinstance(w, tuple))])
+        kept = [(i,w) for i,w in enumerate(want) if isinstance(w, dict)]
+        for k,o in got.outputs.items():
+            assert [(a.tolist(), b.tolist()) for a,b in zip(o.values.to_rows(), o.mask.to_rows())]==[w[k] for _,w in kept]
+            assert o.n_cut==sum(len(whole[k].values[i])-len(w[k][0]) for i,w in kept) and o.lengths.tolist()==[len(whole[k].values[i]) for i,_ in kept]
+
+@pytest.mark.parametrize('side', ['keep_start','keep_end'])
+def test_messages_of_cut_pairs_keep_their_place(toks, side):
+    "Where messages begin moves with what is put first, and with what is cut"
+    tok = around_both(toks)[0]
+    def turns(most=2048, bos='first'):
+        res = make_builder(TextConfig.for_shape('dpo', builder='preference', bos=bos, untrained='keep', preprocessing=dict(max_seq_len=most, truncation_mode=side)), tok, turns=True).build(PAIRS[:2])
+        return {k:[(len(v),t.tolist()) for v,t in zip(o.values.to_rows(), o.turns.to_rows())] for k,o in res.outputs.items()}
+    for k,whole in turns().items():
+        assert [t for _,t in whole]==[[p+1 for p in t] for _,t in turns(bos='template')[k]]
+        for most in range(1, 30):
+            for (n,t),(kept,got) in zip(whole, turns(most)[k]):
+                assert kept==min(n, most) and got==[min(max(p-(n-kept if side=='keep_end' else 0), 0), kept) for p in t]
+
+@pytest.mark.parametrize('side', ['keep_start','keep_end'])
+@pytest.mark.parametrize('shape', ['chat','pretrain','instruction','grpo','dpo'])
+def test_other_rows_are_cut_as_a_whole(toks, shape, side):
+    "Beginnings and ends that other builders put around texts and conversations are there before a row is cut"
+    tok = around_both(toks)[0]
+    talk = [dict(role='user', content='hi there'), dict(role='assistant', content='yes and more words')]
+    record = dict(chat=dict(messages=talk), pretrain=dict(text='the cat sat on a mat'), instruction=dict(prompt='hi there', response='yes and more'), dpo=dict(chosen=talk, rejected=talk),
+                  grpo=dict(prompt=talk[:1], responses=['yes and more','no'], rewards=[1.,0.]))[shape]
+    def rows(most=2048):
+        out = make_builder(TextConfig.for_shape(shape, bos='first', append_eos=True, untrained='keep', preprocessing=dict(min_chars=0, max_seq_len=most, truncation_mode=side)), tok).build([record]).outputs
+        return {k:[(v.tolist(), None if o.mask is None else m.tolist()) for v,m in zip(o.values.to_rows(), (o.mask if o.mask is not None else o.values).to_rows())] for k,o in out.items() if k!='rewards'}
+    for most in range(1, 30):
+        assert rows(most)=={k:[tuple(None if o is None else o[:most] if side=='keep_start' else o[-most:] for o in row) for row in v] for k,v in rows().items()}
+
+def test_cut_pairs_end_to_end(tmp_path, toks):
+    "The last tokens of both conversations are written, and those that were cut are counted"
+    tok,path = around_both(toks)[0],write(tmp_path/'d.jsonl', PAIRS[:1])
+    def run(name, **keys): return TextPipeline(TextConfig.for_shape('dpo', builder='preference', bos='first', preprocessing=keys), path, tmp_path/name, toks/'adds_bos_eos', progress=False).run()
+    run('whole')
+    whole = tree(tmp_path/'whole')['__default__/shard_0000']
+    n = len(whole['chosen'])-1
+    res = run('cut', max_seq_len=n, truncation_mode='keep_end')
+    got = tree(tmp_path/'cut')['__default__/shard_0000']
+    for k in 'chosen','rejected','chosen_mask','rejected_mask': assert got[k].tolist()==whole[k][-n:].tolist()
+    assert got['chosen'][-1]==2 and f'1 of {n+1} tokens of chosen were cut off by max_seq_len' in str(res)
+
+def test_order_that_a_template_writes_is_no_duplicate(tmp_path, toks):
+    "Keys of records and messages have no order; those of tools, of arguments and of parts of a content have one"
+    def turned(o): return dict(reversed(o.items()))
+    ab,user = dict(city='Rome', unit='C'),dict(role='user', content='Where?')
+    def call(args): return dict(role='assistant', content='Here', tool_calls=[dict(type='function', function=dict(name='find', arguments=args))])
+    base = dict(messages=[user, call(ab)], tools=[dict(name='find', parameters=ab)])
+    others = [{**base, 'messages':[user, call(turned(ab))]}, {**base, 'tools':[dict(name='find', parameters=turned(ab))]}, {**base, 'tools':[turned(base['tools'][0])]},
+              {**base, 'messages':[user, {**call(ab), 'tool_calls':[turned(call(ab)['tool_calls'][0])]}]}]
+    equal = [turned(base), {**base, 'messages':[turned(m) for m in base['messages']]}, {**base, 'messages':[{**user, 'name':None}, turned(call(ab))], 'x':None}]
+    res = job(write(tmp_path/'a.jsonl', [base, *equal, *others, *map(turned, others)]), tmp_path/'a', toks, {**CHAT, 'dedupe':True})
+    assert res.ledger.to_dict()['a.jsonl']['kept']==1+len(others)
+    parts = [dict(role='user', content=[dict(type='text', text='a')]), dict(role='user', content=[dict(text='a', type='text')])]
+    for lenient,n in (False,2),(True,3): # a null inside of a message is told from nothing where types are lenient
+        texts = source_texts([dict(messages=[m]) for m in [*parts, *map(turned, parts), {**parts[0], 'name':None}]], ['messages'], lenient, ['messages'])
+        assert len(set(texts))==n
+    pair = dict(prompt=[user], chosen=[call(ab)], rejected='no')
+    fields,chats = (f(TextConfig.for_shape('dpo', builder='preference')) for f in (fields_read, fields_of_chats))
+    assert len(set(source_texts([pair, turned(pair), {**pair, 'prompt':[turned(user)]}, {**pair, 'chosen':[turned(call(ab))]}, {**pair, 'chosen':[call(turned(ab))]}], fields, chats=chats)))==2
+
+def test_order_in_tokens_and_in_duplicates_agree(tmp_path, toks):
+    "Two records of which a template makes different texts are both kept"
+    (tmp_path/'tok').mkdir()
+    (tmp_path/'tok/tokenizer.json').write_text((toks/'plain/tokenizer.json').read_text())
+    c = json.loads((toks/'plain/tokenizer_config.json').read_text())
+    (tmp_path/'tok/tokenizer_config.json').write_text(json.dumps(dict(c, chat_template="{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ '<|im_start|>'+m.role+'\\n'+m.content }}{% for t in m.tool_calls or [] %}{{ t.function.arguments | tojson }}{% endfor %}{{ '<|im_end|>\\n' }}{% endfor %}")))
+    ab = [dict(a=1, b=2), dict(b=2, a=1)]
+    records = [dict(messages=[dict(role='user', content='x'), dict(role='assistant', content='y', tool_calls=[dict(function=dict(name='f', arguments=x))])], tools=[y]) for x in ab for y in ab]
+    path = write(tmp_path/'a.jsonl', records+records)
+    TextPipeline({**CHAT, 'dedupe':True}, path, tmp_path/'out', tmp_path/'tok', progress=False).run()
+    TextPipeline(CHAT, path, tmp_path/'all', tmp_path/'tok', progress=False).run()
+    every,kept = ([tuple(o.tolist()) for o in s.rows('sequence', np.arange(s.n_records)).to_rows()] for s in (TokenStore(tmp_path/'all'), TokenStore(tmp_path/'out')))
+    assert len(every)==8 and sorted(kept)==sorted(set(every)) and len(kept)==4
+
+
+DOCS = dict(input=dict(sections=[dict(field='text', action='train')]), preprocessing=dict(min_chars=0))
+def test_a_shard_of_somebody_else_is_left_alone(tmp_path, toks):
+    "Without a manifest, or with a damaged one, only files that the `meta.json` of a shard tells of are taken for our own"
+    path = write(tmp_path/'a.jsonl', [dict(text=f'text {i}') for i in range(20)])
+    for damaged in (False, True):
+        out = tmp_path/f'out{damaged}'
+        if damaged:
+            job(path, out, toks, DOCS)
+            (out/'manifest.json').write_text('{')
+        theirs = [out/'ckpt'/'shard_0001'/'pytorch_model.bin', out/'b'/'shard_0099'/'sequence.bin', out/'c'/'shard_0000'/'meta.json']
+        for o in theirs:
+            o.parent.mkdir(parents=True)
+            o.write_text('{"theirs": 1}')
+        res = job(path, out, toks, {**DOCS, 'preprocessing': dict(min_chars=0, max_seq_len=2)}, overwrite=True)
+        assert [o.read_text() for o in theirs] == ['{"theirs": 1}']*3
+        assert res.manifest.ledger['a.jsonl']['kept'] == 20
+
+
+def test_inputs_in_the_folder_of_an_unfinished_run_are_kept(tmp_path, toks):
+    path = write((tmp_path/'out'/'.run').mkdir(parents=True) or tmp_path/'out'/'.run'/'a.jsonl', [dict(text='a')])
+    with pytest.raises(ValueError, match='a.jsonl lies where'): job(path, tmp_path/'out', toks, DOCS)
+    assert Path(path).exists()
+
+
+def test_spellings_of_one_file_are_told_apart(tmp_path, toks):
+    "`..` behind a link is for the system to say; each spelling is an input of its own"
+    (tmp_path/'b'/'c').mkdir(parents=True)
+    (tmp_path/'a').mkdir()
+    (tmp_path/'a'/'link').symlink_to('../b/c')
+    for d, n in (('a', 5), ('b', 3)): write(tmp_path/d/'t.jsonl', [dict(text=f'text {i}') for i in range(n)])
+    inputs = [f'{tmp_path}/a/link/../t.jsonl', f'{tmp_path}/a/t.jsonl', f'{tmp_path}/a/../a/t.jsonl']
+    res = job(inputs, tmp_path/'out', toks, DOCS)
+    assert sorted(e['read'] for e in res.manifest.ledger.values()) == [3, 5, 5] and len(set(res.manifest.config['order'])) == 3
+    with pytest.raises(StoreError, match='another config'): job(inputs[::-1], tmp_path/'out', toks, DOCS)
+
+
+def test_output_elsewhere_leaves_nothing_here(tmp_path, toks, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = write(tmp_path/'a.jsonl', [dict(text=f'text {i}') for i in range(20)])
+    job(path, 'memory://text-elsewhere', toks, DOCS)
+    assert sorted(o.name for o in tmp_path.iterdir()) == ['a.jsonl']

@@ -1,10 +1,12 @@
 "Token shards: what was written is what is read, as a stream, as rows and as bins, and what is wrong is said."
-import json, os, pickle, unicodedata
+import json, os, pickle, re, unicodedata
 import numpy as np, pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
-from text_cases import DATASETS, starting, tree_of, write_tree
+from text_cases import DATASETS, starting, tokenizers, tree_of, write_tree
 from fastseqprep.files import StoreError, safe_join
 from fastseqprep.ragged import lengths_to_offsets
+from fastseqprep.store import Manifest, read_manifest, write_manifest
+from fastseqprep.text_pipeline import TextPipeline
 from fastseqprep.token_store import OFFSETS_INSIDE, Segment, ShardArray, TokenStore, domain_folders, safe_domain, window_starts, write_token_shard
 
 def shard(folder, lengths, dtype='int32', start=0, key='sequence', **kwargs):
@@ -132,6 +134,86 @@ def test_a_name_that_leads_elsewhere(tmp_path):
     write_tree(tmp_path, {'d/shard_0000':dict(values=dict(a=[1]), meta=dict(a=dict(shape=[1], dtype='int32')))})
     (tmp_path/'d/shard_0000/meta.json').write_text('{"../../x": {"shape": [1], "dtype": "int32"}}')
     with pytest.raises(StoreError): TokenStore(tmp_path)
+
+# A run is read by its manifest, or not at all
+def run(folder, **output):
+    "A finished run, and how to make it again"
+    (folder/'in').mkdir()
+    (folder/'in/d.jsonl').write_text(''.join(json.dumps(dict(text=f'the sea is {i}', site=f's{i%2}'))+'\n' for i in range(40)))
+    toks = tokenizers(folder/'toks')/'plain'
+    cfg = dict(input=dict(sections=[dict(field='text', action='train')]), preprocessing=dict(min_chars=0), **output)
+    def again(**kwargs): return TextPipeline(cfg, folder/'in/d.jsonl', folder/'runs/out', toks, progress=False, **kwargs).run()
+    again()
+    return folder/'runs/out',again
+
+def refused(path, match, part=None):
+    with pytest.raises(StoreError, match=match): TokenStore(path, part)
+
+@pytest.mark.parametrize('output', [{}, dict(validation=.3), dict(output=dict(domain_key='site')), dict(validation=.3, output=dict(domain_key='site'))])
+def test_some_shards_of_a_killed_run(tmp_path, monkeypatch, output):
+    "No folder over or under it is opened, as nobody knows which shards are missing"
+    import fastseqprep.resume as resume
+    real = resume.move_file
+    def move(src, dst):
+        real(src, dst)
+        if dst.name=='meta.json': raise KeyboardInterrupt
+    monkeypatch.setattr(resume, 'move_file', move)
+    with pytest.raises(KeyboardInterrupt): run(tmp_path, **output)
+    monkeypatch.undo()
+    out = tmp_path/'runs/out'
+    shards = [o.parent for o in out.rglob('meta.json') if '.run' not in o.parts]
+    assert shards and (out/'.run/run.json').exists()
+    folders = {p for s in shards for p in (s, *s.parents) if tmp_path/'runs' in (p, *p.parents)}
+    assert {tmp_path/'runs', out}<folders
+    for o in folders: refused(o, f'{re.escape(str(out))} holds a run that was not finished: run the job again')
+    (tmp_path/'link').symlink_to(shards[0].parent)
+    monkeypatch.chdir(shards[0])
+    for o in tmp_path/'link','.','..': refused(o, 'out holds a run that was not finished')
+
+def test_another_tools_shards_beside_a_killed_run(tmp_path):
+    "Where no shard of the run is read, it does not matter"
+    for o in 'run','a/run': (tmp_path/o/'.run').mkdir(parents=True); (tmp_path/o/'.run/run.json').write_text('{}')
+    shard(tmp_path/'x/d/shard_0000', [2]); shard(tmp_path/'a/run/astrai/d/shard_0000', [2])
+    assert len(TokenStore(tmp_path/'x'))==len(TokenStore(tmp_path/'a/run/astrai'))==2
+    refused(tmp_path, 'a/run holds a run that was not finished')
+
+@pytest.mark.parametrize('output', [{}, dict(domain_key='site')])
+def test_parts_without_their_manifest(tmp_path, output):
+    out,again = run(tmp_path, validation=.3, output=output)
+    want = {o:TokenStore(out, o).fetch(0, 5).tolist() for o in ('train','validation')}
+    for o in want: assert TokenStore(out/o).fetch(0, 5).tolist()==want[o]
+    os.remove(out/'manifest.json')
+    for path in out,out.parent:
+        for part in None,'train','validation': refused(path, f'{re.escape(str(out))} holds train and validation, but the manifest.json .* is missing: open .*out/train or .*out/validation, or run the job again', part)
+    for o in want: assert TokenStore(out/o).fetch(0, 5).tolist()==want[o]
+    again(overwrite=True)
+    assert TokenStore(out, 'validation').fetch(0, 5).tolist()==want['validation']
+
+def test_domains_that_are_called_train_and_validation(tmp_path):
+    "Another tool's domains are no parts: those have domains in them"
+    for o in 'train','validation': shard(tmp_path/f'a/{o}/shard_0000', [2]); shard(tmp_path/f'{o}-b/{o}/d/shard_0000', [2])
+    assert TokenStore(tmp_path/'a').domains==['train','validation']
+    assert len(TokenStore(tmp_path/'train-b'))==len(TokenStore(tmp_path/'validation-b'))==2
+
+def test_a_folder_of_finished_runs(tmp_path):
+    out,_ = run(tmp_path, validation=.3)
+    for o in out.parent,tmp_path: refused(o, f'{re.escape(str(o))} has no manifest.json, but holds shards of finished runs, in {re.escape(str(out))}: open that folder')
+    shard(out.parent/'other/d/shard_0000', [2])
+    refused(out.parent, 'finished runs, in .*out: open that folder')
+    assert len(TokenStore(out.parent/'other'))==2 and len(TokenStore(out))
+    shard(out.parent/'deep/a/b/c/shard_0000', [2]); write_manifest(out.parent/'deep', Manifest(job='text'))
+    refused(out.parent, 'finished runs, in .*deep, .*out: open one of these folders')
+    shard(out/'astrai/shard_0000', [2])
+    assert len(TokenStore(out/'astrai'))==2 and TokenStore(out/'train/__default__').domains==['__default__']
+
+@pytest.mark.parametrize('facts', [{}, dict(parts=['']), dict(parts=[], shards=[]), dict(parts='train', shards=[]), dict(parts=[''], shards=[{}]), dict(parts=[''], shards=None), dict(parts=[''], shards=['d/shard_0000'])])
+def test_a_manifest_without_its_facts(tmp_path, facts):
+    out,again = run(tmp_path)
+    want = TokenStore(out).lengths().tolist()
+    write_manifest(out, read_manifest(out).model_copy(update=dict(facts=facts)))
+    for part in None,'train': refused(out, f'{re.escape(str(out))}/manifest.json is damaged.*: run the job again', part)
+    again(overwrite=True)
+    assert TokenStore(out).lengths().tolist()==want
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 60), st.integers(1, 20), st.integers(1, 25))

@@ -1,5 +1,5 @@
 "Vocabularies: escaping, counting and look-up, over random texts."
-import random
+import hashlib, random
 
 import numpy as np, polars as pl
 from hypothesis import given, settings, strategies as st
@@ -48,6 +48,10 @@ def test_sorted_codes_are_those_of_python(parts, most, n, seed):
 
 
 def test_sorted_codes_of_long_texts_that_begin_alike():
+    many = [hashlib.sha256(str(i).encode()).hexdigest() for i in range(40_000)]
+    for column in (many, [*many, many[7]], [*many, *many[:3000]], [o[:40] for o in many for _ in range(2)]): # few or many that are the same to the end
+        values, codes = sorted_codes(pl.Series(column))
+        assert values.to_list() == sorted(set(column)) and values.gather(codes).to_list() == column
     for start in ('', 'x'*8, 'y'*13, 'z'*200):
         for end in ('', 'w'*50):
             column = [f'{start}{i % 1500:x}{end}' for i in range(4000)]
