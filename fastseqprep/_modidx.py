@@ -3199,6 +3199,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'fastseqprep.vocab.keep_values': ('vocab.html#keep_values', 'fastseqprep/vocab.py'),
                                    'fastseqprep.vocab.merge_counts': ('vocab.html#merge_counts', 'fastseqprep/vocab.py'),
                                    'fastseqprep.vocab.sorted_codes': ('vocab.html#sorted_codes', 'fastseqprep/vocab.py'),
+                                   'fastseqprep.vocab.text_codes': ('vocab.html#text_codes', 'fastseqprep/vocab.py'),
                                    'fastseqprep.vocab.unescape': ('vocab.html#unescape', 'fastseqprep/vocab.py'),
                                    'fastseqprep.vocab.value_strings': ('vocab.html#value_strings', 'fastseqprep/vocab.py')},
             'fastseqprep.window': { 'fastseqprep.window.Windows': ('window.html#windows', 'fastseqprep/window.py'),

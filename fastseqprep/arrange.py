@@ -14,7 +14,7 @@ from .scan import few_names, read_chunks
 from .spill import entity_order, null_int, read_arrays, used_codes, write_arrays
 from .tables import TableScan
 from .times import Where, read_times
-from .vocab import dictionary_encode
+from .vocab import dictionary_encode, text_codes
 
 # %% ../nbs/00db_arrange.ipynb #2113ba3a
 def int_codes(
@@ -38,8 +38,8 @@ def sequence_codes(
 )->tuple: # distinct ids as a Series; (n,) int32 codes
     "Ids as their distinct values and codes"
     if s.dtype==pl.String:
-        codes,found = dictionary_encode(s)
-        return pl.Series(found, dtype=pl.String), codes
+        codes,found = text_codes(s)
+        return found, codes
     if s.dtype in (pl.Int128,pl.UInt128):
         used = s.unique().sort()
         return used, used.search_sorted(s).cast(pl.Int32).to_numpy()
@@ -109,7 +109,7 @@ def _finite(r:_Rows, c:str, s:pl.Series, x:np.ndarray):
 def _text_codes(s:pl.Series, none)->tuple:
     "Codes and dictionary of the texts of a chunk; where most differ, the dictionary has them all, since to look for equal ones costs more than they take"
     full = s if none is None else s.drop_nulls()
-    if len(full)<1000 or 2*full.approx_n_unique()<len(full): return dictionary_encode(s)
+    if len(full)<1000 or 2*full.approx_n_unique()<len(full): return text_codes(s)
     return (np.arange(len(s), dtype=np.int32) if none is None else np.where(none, -1, np.cumsum(~none)-1).astype(np.int32)),full
 
 def _values(r:_Rows, c:str, keep_all:bool)->tuple:
@@ -117,7 +117,7 @@ def _values(r:_Rows, c:str, keep_all:bool)->tuple:
     s,d = r.df[c],r.t.dtypes[c]
     none = s.is_null().to_numpy() if s.null_count() else None
     if d==pl.String:
-        codes,found = _text_codes(s.cast(pl.String), none) if keep_all else dictionary_encode(s)
+        codes,found = (_text_codes(s, none) if keep_all else text_codes(s)) if s.dtype==pl.String else dictionary_encode(s)
         return codes, none, pl.Series(c, found, dtype=pl.String)
     s = s.to_physical().cast(pl.Int64) if d.is_temporal() else _cast(r, c, s, d) if s.dtype!=d else s
     x = (s.fill_null(False if d==pl.Boolean else 0) if none is not None else s).to_numpy()

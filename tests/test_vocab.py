@@ -5,7 +5,7 @@ import numpy as np, polars as pl
 from hypothesis import given, settings, strategies as st
 
 from fastseqprep.vocab import (NULL, SPECIALS, UNK_ID, KEY_SPECIALS, ValueVocab, code_counts, count_values, dictionary_encode, escape, find_sorted,
-                               keep_values, merge_counts, sorted_codes, unescape, value_strings)
+                               keep_values, merge_counts, sorted_codes, text_codes, unescape, value_strings)
 
 RESERVED = [*KEY_SPECIALS, NULL, '<bucket_0>', '<bucket_17>']
 nasty = st.builds(lambda pre, core, post: pre + core + post, st.sampled_from(['', '\\', '\\\\', ' ', 'a=']), st.sampled_from([*RESERVED, '', '=', '\\=', '[mask]', '<bucket_>']),
@@ -32,6 +32,14 @@ def test_look_up_equals_a_dict(values, wanted):
     wanted = pl.Series(wanted, dtype=pl.String)
     assert find_sorted(values, wanted).tolist() == expected
     assert find_sorted(values, pl.concat([wanted] * 30)).tolist() == expected * 30
+
+
+@quick
+@given(st.lists(texts | st.none(), max_size=60))
+def test_text_codes_name_texts_as_they_come(column):
+    codes, distinct = text_codes(pl.Series(column, dtype=pl.String))
+    assert distinct.to_list() == list(dict.fromkeys(o for o in column if o is not None)) and codes.dtype == np.int32
+    assert [distinct[c] if c >= 0 else None for c in codes.tolist()] == column
 
 
 @settings(quick, max_examples=80)
