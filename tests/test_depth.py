@@ -21,7 +21,7 @@ from fastseqprep.rules import DepthLayout
 from fastseqprep.spill import mapped_file
 from fastseqprep.window import plan_windows
 
-EXAMPLES = int(os.environ.get('FSP_EXAMPLES', 25))
+EXAMPLES = int(os.environ.get('FSP_EXAMPLES', 20))
 quick = settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 pytestmark = pytest.mark.filterwarnings('ignore')
 KINDS = ['a', 'b', 'é', 'Z', '', '10']

@@ -17,7 +17,7 @@ from fastseqprep.preprocess import preprocess
 from fastseqprep.source import DataSource
 from test_table_job import START, cases, job, write
 
-EXAMPLES = int(os.environ.get('FSP_EXAMPLES', 25))
+EXAMPLES = int(os.environ.get('FSP_EXAMPLES', 20))
 quick = settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 pytestmark = pytest.mark.filterwarnings('ignore')
 

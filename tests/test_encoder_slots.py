@@ -13,7 +13,7 @@ from fastseqprep.encoder import Encoder
 from fastseqprep.preprocess import preprocess
 from test_depth import nested
 
-EXAMPLES = int(os.environ.get('FSP_EXAMPLES', 25))
+EXAMPLES = int(os.environ.get('FSP_EXAMPLES', 20))
 quick = settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 pytestmark = pytest.mark.filterwarnings('ignore')
 FORMATS = [dict(write_format='pt', merge_output=False), dict(write_format='parquet', layout='wide'), dict(write_format='arrow'), dict(write_format='bin'), dict(write_format='arrow', dtypes='standard')]

@@ -16,7 +16,7 @@ from fastseqprep.events import PRAGMADataset
 from fastseqprep.dataloader import PRAGMADataLoader
 
 HERE = Path(__file__).parent
-quick = settings(max_examples=int(os.environ.get('FSP_EXAMPLES', 25)), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+quick = settings(max_examples=int(os.environ.get('FSP_EXAMPLES', 20)), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 # ---------------------------------------------------------------- random tables

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 import table_job_oracle as oracle
 from table_windows import Output, differences, from_oracle, stored
 
-EXAMPLES = int(os.environ.get('FSP_EXAMPLES', 25))
+EXAMPLES = int(os.environ.get('FSP_EXAMPLES', 20))
 quick = settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 slower = settings(quick, max_examples=max(1, EXAMPLES//4))
 pytestmark = pytest.mark.filterwarnings('ignore')
